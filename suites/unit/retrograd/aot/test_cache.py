@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +14,39 @@ import torch
 
 from retrograd import aot
 from retrograd._torch.inductor import why_not_trusted
+from retrograd.config import Config
 from retrograd.events import counters
-from retrograd.specialize.callable import Variant, VariantCache
+from retrograd.report import Report
+from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
 
 
-@dataclass
-class Below:
-    """Fits values below a limit."""
+class Returns:
+    """Code that returns one value."""
 
-    limit: int
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-    def fits(self, values: Sequence[Any]) -> bool:
-        return values[0] < self.limit
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return self.value
 
-
-def test_the_first_entry_of_the_key_whose_guard_holds_is_found() -> None:
-    cache = VariantCache(8)
-    small, large = Variant(Below(10), None), Variant(Below(100), None)
-    for entry in (small, large):
-        cache.add("key", entry)
-    assert cache.find("key", [5]) is small
-    assert cache.find("key", [50]) is large
-    assert cache.find("key", [500]) is None
-    assert cache.find("other", [5]) is None
-    assert cache.known("key") == [small, large]
+    def why_aside(self) -> None:
+        return None
 
 
 def test_what_was_not_used_for_longest_goes() -> None:
-    cache = VariantCache(2)
-    entries = {name: Variant(Below(10), None) for name in "abc"}
-    cache.add("a", entries["a"])
-    cache.add("b", entries["b"])
-    assert cache.find("a", [1]) is entries["a"]
-    cache.add("c", entries["c"])
-    assert [cache.find(name, [1]) is not None for name in "abc"] == [True, False, True]
-    assert len(cache) == 2
+    made: list[Any] = []
 
+    def compile(key: Any, leaves: Any, known: Any) -> Variant:
+        made.append(key)
+        return Variant(None, Returns(key))
 
-def test_within_one_key_too_the_oldest_use_goes() -> None:
-    cache = VariantCache(2)
-    small, large = Variant(Below(10), None), Variant(Below(100), None)
-    cache.add("key", small)
-    cache.add("key", large)
-    cache.find("key", [5])
-    cache.add("other", Variant(Below(1), None))
-    assert cache.known("key") == [small]
-
-
-def test_cleared() -> None:
-    cache = VariantCache(2)
-    cache.add("a", Variant(Below(1), None))
-    cache.clear()
-    assert len(cache) == 0
-    assert cache.find("a", [0]) is None
-
-
-def test_a_cache_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one entry, not 0"):
-        VariantCache(0)
+    specialized = Specialized("f", "aot.function", Config(cache_size=2), Report(), compile)
+    assert [specialized(key, [], made.clear) for key in "abacab"] == [*"abacab"]
+    assert made == ["a", "b", "c", "b"]
+    specialized.clear()
+    assert specialized("b", [], made.clear) == "b"
+    assert made == ["a", "b", "c", "b", "b"]
 
 
 def test_a_function_keeps_a_bounded_number_of_kinds() -> None:

@@ -4,13 +4,11 @@ to fit; or it is read. Nothing in one is imported, and none takes much memory.""
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import json
 import random
 import sys
 import tracemalloc
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import nn
 
 from retrograd import aot
 from retrograd.errors import LoadError
+from retrograd.serialize import heading_of, packed, unpacked
 
 #: a module that would be found, and that nobody imports.
 PROBE = "never_imported_by_a_file"
@@ -85,32 +84,23 @@ def edited(data: Any, draw: random.Random) -> None:
 
 
 def mutated(before: bytes, draw: random.Random) -> bytes:
-    """The archive with one thing changed: its bytes, its length, or a value in it."""
-    kind = draw.choice(["bits", "cut", "member", "json", "json", "json", "json", "json", "json"])
+    """The file with one thing changed: its bytes, its length, or a value in it, with a hash that fits."""
+    kind = draw.choice(["bits", "cut", "tensors", *["json"] * 6])
     if kind == "bits":
         data = bytearray(before)
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         return bytes(data)
     if kind == "cut":
         return before[: draw.randrange(len(before))]
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(before)) as old, zipfile.ZipFile(file, "w") as new:
-        chosen = draw.choice(old.namelist()) if kind == "member" else "joint.json"
-        digest = hashlib.sha256()
-        for name in sorted(old.namelist(), key="manifest.json".__eq__):
-            content = old.read(name)
-            if name == "manifest.json":
-                content = json.dumps({**json.loads(content), "sha256": digest.hexdigest()}).encode()
-            if name == chosen and kind == "json":
-                data = json.loads(content)
-                edited(data, draw)
-                content = json.dumps(data).encode()
-            elif name == chosen:
-                place = draw.randrange(len(content))
-                content = draw.choice([content[:place], content + b"0", bytes([*content[:place], 255]), b""])
-            digest.update(content)
-            new.writestr(name, content)
-    return file.getvalue()
+    heading, (joint, tensors) = heading_of(before), unpacked(before)
+    if kind == "json":
+        data = json.loads(joint)
+        edited(data, draw)
+        joint = json.dumps(data).encode()
+    else:
+        place = draw.randrange(len(tensors))
+        tensors = draw.choice([tensors[:place], tensors + b"0", bytes([*tensors[:place], 255]), b""])
+    return packed(heading, [joint, tensors])
 
 
 def tried(data: bytes) -> str | None:

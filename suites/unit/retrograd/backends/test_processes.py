@@ -25,12 +25,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import retrograd
 from retrograd._torch.fx import lazy_graph
 from retrograd._torch.inductor import portable_settings
+from retrograd._torch.trace import new_fake_mode
 from retrograd.backends import processes
 from retrograd.backends.base import Half
 from retrograd.backends.registry import InductorBackend
 from retrograd.errors import Refusal
 from retrograd.events import counters
-from retrograd.serialize import read_graph, serialize_graph
+from retrograd.serialize import Reader, Writer
 
 BACKEND = InductorBackend()
 FORWARD = Half(visible=1)
@@ -194,7 +195,9 @@ def test_modules_are_imported_there_that_define_operators(
 
 def test_inductor_names_kernels_of_a_graph_that_was_sent_after_their_operators() -> None:
     gm, _ = graph_of(torch.sin, 4)
-    sent = read_graph(serialize_graph(gm, {}), {})
+    writer = Writer()
+    reader = Reader(writer.document(writer.graph(gm)), new_fake_mode(False))
+    sent = reader.graph(reader.body)
     calls = sent.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     assert [node.meta["original_aten"] for node in calls] == [torch.ops.aten.sin.default]
 

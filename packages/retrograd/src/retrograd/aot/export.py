@@ -1,6 +1,6 @@
 """Joint graphs in files.
 
-In: a `JointGraph` and a file. Out: a zip archive of JSON and the bytes of tensors; of such an archive, the
+In: a `JointGraph` and a file. Out: a file of a heading, JSON, and the bytes of tensors; of such a file, the
 joint graph again, without its function: what needs the function again says so. What cannot be written is
 refused by its name. A hash tells a file that has changed since it was written; it is refused. Loading runs
 nothing that stands in the file: no pickle, no text that is evaluated, no name that is imported. Nothing is
@@ -11,19 +11,19 @@ used: loading them runs what they say.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
 
+from retrograd._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import new_fake_mode
+from retrograd._torch.trace import Form, new_fake_mode
 from retrograd.aot.capture import JointGraph
 from retrograd.config import checked
 from retrograd.errors import (
@@ -35,86 +35,54 @@ from retrograd.errors import (
     VerificationError,
     first_line,
 )
-from retrograd.graph.joint import Destination, verify_joint
-from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf, PrimalValue
+from retrograd.graph.joint import verify_joint
+from retrograd.graph.joint_graph import CaptureState, JointValues
 from retrograd.passes.aten import PassReport
-from retrograd.serialize import (
-    checked_types,
-    field_types,
-    give_examples,
-    is_of_type,
-    read_examples,
-    read_graph,
-    read_spec,
-    read_value,
-    serialize_examples,
-    serialize_graph,
-    serialize_spec,
-    serialize_value,
-)
+from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
 SCHEMA = 9
 
 _FORMAT = "retrograd-joint-graph"
-_MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
-#: bytes of what may be compressed, as older releases did.
-_SMALL = 2**16
 File = str | os.PathLike[str] | IO[bytes]
 _FILE = (
     lambda file: isinstance(file, (str, os.PathLike)) or hasattr(file, "seek"),
     "a path, or an open binary file",
 )
 
-_FOUND = "found/"
-#: what of a `JointGraph` is written as it is.
-FIELDS = (
-    "signature",
-    "values",
-    "updates",
-    "outputs",
-    "undefined_matters",
-    "with_functions",
-    "saving",
-    "by_dtype",
-    "shared",
-    "entered_as",
-    "is_single_region",
-    "sums_apart",
-    "hooked_leaves",
-    "reenters",
+#: what of a joint graph is written as it is.
+FIELDS = tuple(
+    one.name for one in fields(JointValues) if one.name not in ("state", "gm", "out_spec", "offsets_matter")
 )
 
+_WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
-def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """All of `joint`, and the tensors that it holds, by name.
+
+def _document(joint: JointValues, writer: Writer) -> dict[str, Any]:
+    """All of `joint`, without the elements of the tensors that it holds.
 
     Raises:
         ExportError: something cannot be written.
     """
-    tensors: dict[str, torch.Tensor] = {}
     for number, primal in enumerate(joint.primals):
         if primal.found is not None and primal.differentiable:
             text = f"{joint.state.name} uses a tensor that requires grad and is not given to it"
             way_out = "make it an argument, or a parameter of the module that is captured"
             _refuse("found-tensor", text, f"primal {number}", way_out)
-        if primal.found is not None:
-            tensors[f"{_FOUND}{number}"] = primal.found.detach()
     state = joint.state
-    leaves = [replace(leaf, value=None) if leaf.kind else leaf for leaf in state.leaves]
-    return {
+    body = {
+        "graph": writer.graph(joint.gm),
         "name": state.name,
-        "modes": serialize_value(tuple(state.thread_modes)),
-        "leaves": [_written(leaf.name, leaf) for leaf in leaves],
-        "in_spec": None if state.in_spec is None else _written_spec("the arguments", state.in_spec),
-        "examples": _examples(joint),
-        "graph": serialize_graph(joint.gm, tensors),
-        **serialize_trace(joint),
-    }, tensors
+        "modes": writer.write([*state.thread_modes]),
+        "leaves": [_written(writer, leaf.name, leaf) for leaf in state.leaves],
+        "in_spec": None if state.in_spec is None else _written_spec(writer, "arguments", state.in_spec),
+        **serialize_trace(joint, writer),
+    }
+    return writer.document(body)
 
 
-def serialize_trace(joint: JointValues) -> dict[str, Any]:
+def serialize_trace(joint: JointValues, writer: Writer) -> dict[str, Any]:
     """What tracing found besides the graph: what its inputs and outputs mean.
 
     Raises:
@@ -129,106 +97,67 @@ def serialize_trace(joint: JointValues) -> dict[str, Any]:
     if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
         _refuse("subclass", "a gradient is a tensor subclass", "gradients", _WAY_OUT)
     for number, plan in enumerate(joint.outputs):
-        _written(f"output {number}", plan)
+        _written(writer, f"output {number}", plan)  # whose number an error names
     return {
-        "out_spec": _written_spec("the outputs", joint.out_spec),
-        "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
-        "gradients": [serialize_value(place) for place in joint.gradients],
-        **{name: _written(name, getattr(joint, name)) for name in FIELDS},
+        "out_spec": _written_spec(writer, "outputs", joint.out_spec),
+        **{name: _written(writer, name, getattr(joint, name)) for name in FIELDS},
     }
 
 
-def _written_spec(name: str, spec: Any) -> Any:
+def _written_spec(writer: Writer, name: str, spec: Any) -> Any:
+    nested = tree_unflatten([None] * spec.num_leaves, spec)
+    return _written(writer, f"the container of {name}", nested, "use tuples, lists and dicts")
+
+
+def _written(writer: Writer, name: str, value: Any, way_out: str = _WAY_OUT) -> Any:
     try:
-        return [serialize_spec(spec)]
+        return writer.write(value)
     except Refusal as error:
-        way_out = "use tuples, lists and dicts"
-        return _refuse("unwritable", f"{name} have {error}, which no file can hold", name, way_out)
-
-
-_WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
-
-
-def _examples(joint: JointValues) -> dict[str, Any]:
-    try:
-        return serialize_examples(node.meta.get("val") for node in joint.gm.graph.nodes)
-    except Refusal as error:
-        return _refuse(
-            "unwritable", str(error), "values", "capture with static sizes, and without subclasses"
-        )
-
-
-def _written(name: str, value: Any) -> Any:
-    try:
-        return serialize_value(value)
-    except Refusal as error:
-        return _refuse("unwritable", f"{name} has {error}, which no file can hold", name, _WAY_OUT)
+        return _refuse("unwritable", f"{name} has {error}, which no file can hold", name, way_out)
 
 
 def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
     raise ExportError.because(code, text, "aot.export", node=node, way_out=way_out)
 
 
-def read_joint(data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> JointGraph:
-    """What `serialize_joint` wrote.
+def _read_joint(reader: Reader) -> JointGraph:
+    """What `_document` wrote.
 
     Raises:
         VerificationError: it breaks a law of joint graphs.
         Exception: it is nothing that was written so, or does not fit this torch.
     """
-    mode, gm = new_fake_mode(False), read_graph(data["graph"], tensors)
-    give_examples(gm, read_examples(data["examples"], mode))
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    found = read_trace(data, inputs, tensors)
+    body = reader.body
+    gm, found = reader.graph(body["graph"]), read_trace(body, reader)
     verify_joint(gm, found["signature"], "aot.load")
-    state = _read_state(data, mode, {primal.leaf: primal.fake for primal in found["primals"]})
     gm.meta["signature"] = found["signature"]
+    state = CaptureState(
+        name=body["name"],
+        call=_Absent(body["name"]),
+        leaves=tuple(map(reader.read, body["leaves"])),
+        thread_modes=ThreadModes(*reader.read(body["modes"])),
+        fake_mode=reader.mode,
+        in_spec=None if body["in_spec"] is None else _read_spec(reader, body["in_spec"]),
+    )
     # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
     return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 
-def read_trace(
-    data: Mapping[str, Any], fakes: Sequence[Any], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """What `serialize_trace` wrote, as fields of a `JointGraph`, with the tensors that it names. The first of
-    `fakes` are the primals.
+def read_trace(written: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
+    """What `serialize_trace` wrote, as fields of a `JointGraph`.
 
     Raises:
         Exception: it is nothing that was written so.
     """
-    primals = tuple(
-        replace(_read_as(one, PrimalValue), fake=fakes[number], found=tensors.get(f"{_FOUND}{number}"))
-        for number, one in enumerate(data["primals"])
-    )
-    return {
-        "primals": primals,
-        "out_spec": read_spec(*data["out_spec"]),
-        "gradients": {_read_as(place, tuple[int, Destination]): PLAIN for place in data["gradients"]},
-        **{name: _read_as(data[name], field_types(JointValues)[name]) for name in FIELDS},
-    }
+    found = {name: reader.read(written[name]) for name in FIELDS}
+    return {**found, "out_spec": _read_spec(reader, written["out_spec"])}
 
 
-def _read_as(written: Any, hint: Any) -> Any:
-    if not is_of_type(found := read_value(written, {}), hint):
-        raise ValueError(f"{found!r:.80} is no {hint}")
-    return found
-
-
-def _read_state(data: Mapping[str, Any], mode: Any, fakes: Mapping[int | None, Any]) -> CaptureState:
-    leaves: list[Leaf] = []
-    for number, one in enumerate(data["leaves"]):
-        leaf: Leaf = _read_as(one, Leaf)
-        fake = fakes.get(number if leaf.same_as is None else leaf.same_as)
-        leaves.append(replace(leaf, value=fake) if leaf.kind else leaf)
-    name = _read_as(data["name"], str)
-    return CaptureState(
-        name=name,
-        call=_Absent(name),
-        leaves=tuple(leaves),
-        thread_modes=checked_types(ThreadModes(*read_value(data["modes"], {}))),
-        fake_mode=mode,
-        in_spec=None if data["in_spec"] is None else read_spec(*data["in_spec"]),
-    )
+def _read_spec(reader: Reader, written: Any) -> TreeSpec:
+    leaves, spec = tree_flatten(reader.read(written))
+    if any(leaf is not None for leaf in leaves):
+        raise ValueError("a container in which something stands")
+    return spec
 
 
 class _Absent:
@@ -251,37 +180,35 @@ class _Absent:
 # tensors
 
 
-def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], bytes]:
-    """How each lies in memory, and what stands there, one after the other."""
-    table: dict[str, Any] = {}
+def _bytes_of(writer: Writer) -> tuple[list[Any], bytes]:
+    """How each tensor lies in memory, and what stands there, one after the other."""
+    table: list[Any] = []
     parts: list[bytes] = []
-    for name, tensor in tensors.items():
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            _refuse("unwritable", f"a tensor is a {type(tensor).__name__}, {tensor.layout}", name, _WAY_OUT)
-        here = tensor.detach().resolve_conj().resolve_neg()
+    for tensor in writer.tensors:
+        here = tensor.resolve_conj().resolve_neg()
         steps = zip(here.shape, here.stride(), strict=True)
         span = 0 if here.numel() == 0 else 1 + sum((size - 1) * stride for size, stride in steps)
-        memory = here.as_strided((span,), (1,)).cpu().contiguous()
-        form = [serialize_value(here.dtype), str(here.device), [*here.shape], [*here.stride()]]
-        table[name] = [*form, span * here.element_size()]
-        parts.append(ctypes.string_at(memory.data_ptr(), table[name][-1]) if span else b"")
+        memory, nbytes = here.as_strided((span,), (1,)).cpu().contiguous(), span * here.element_size()
+        form = Form(tuple(here.shape), here.stride(), 0, here.dtype, here.device, nbytes)
+        table.append(writer.write(form))
+        parts.append(ctypes.string_at(memory.data_ptr(), nbytes) if span else b"")
     return table, b"".join(parts)
 
 
-def _tensors_of(table: Mapping[str, Any], data: bytes) -> dict[str, torch.Tensor]:
+def _tensors_of(reader: Reader, table: Sequence[Any], data: bytes) -> list[torch.Tensor]:
     """What `_bytes_of` wrote.
 
     Raises:
         Exception: it is nothing that was written so.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
     start = 0
-    for name, (dtype, device, size, stride, count) in table.items():
-        part = bytearray(data[start : start + _read_as(count, int)])
+    for written in table:
+        form: Form = reader.read(written)
+        part = bytearray(data[start : start + form.nbytes])
         memory = torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
-        typed = memory.view(_read_as(dtype, torch.dtype))
-        typed = memory.ne(0) if typed.dtype is torch.bool else typed
-        found[name] = typed.as_strided(size, stride).to(_read_as(device, str))
+        typed = memory.ne(0) if form.dtype is torch.bool else memory.view(form.dtype)
+        found.append(typed.as_strided(form.size, form.stride).to(form.device))
         start += len(part)
     if start != len(data):
         raise ValueError(f"{len(data)} bytes of tensors, not {start}")
@@ -309,20 +236,15 @@ def export(joint: JointGraph, file: File) -> None:
         OSError: the file cannot be written.
     """
     verify_joint(joint.gm, joint.signature, "aot.export", [report.name for report in joint.reports])
-    data, tensors = serialize_joint(joint)
-    data["tensors"], kept = _bytes_of(tensors)
-    contents = json.dumps(data).encode()
-    manifest = {
-        "format": _FORMAT,
-        "schema": SCHEMA,
-        "retrograd": VERSION,
-        "torch": torch.__version__,
-        "sha256": _digest(contents, kept),
-    }
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_MANIFEST, json.dumps(manifest, indent=1))
-        archive.writestr(_JOINT, contents)
-        archive.writestr(_TENSORS, kept)
+    writer = Writer(takes_tensors=True)
+    data = _document(joint, writer)
+    data["tensors"], kept = _bytes_of(writer)
+    heading = {"format": _FORMAT, "schema": SCHEMA, "retrograd": VERSION, "torch": torch.__version__}
+    written = packed(heading, [json.dumps(data).encode(), kept])
+    if isinstance(file, (str, os.PathLike)):
+        Path(file).write_bytes(written)
+    else:
+        file.write(written)
 
 
 @checked(file=_FILE)
@@ -338,10 +260,20 @@ def load(file: File) -> JointGraph:
             installed torch.
         MissingFileError: there is no such file, or it cannot be opened.
     """
-    manifest, data, kept = _contents(file)
-    writer = f"written by retrograd {manifest.get('retrograd')} under torch {manifest.get('torch')}"
+    data = _bytes_in(file)
+    heading = _heading(file, data)
+    writer = f"written by retrograd {heading.get('retrograd')} under torch {heading.get('torch')}"
     try:
-        return read_joint(data, _tensors_of(data["tensors"], kept))
+        contents, kept = unpacked(data)
+    except Exception as error:
+        raise _refused(
+            "damaged", f"{_name(file)} is damaged: {first_line(error)}", "export it again"
+        ) from error
+    try:
+        document = json.loads(contents)
+        reader = Reader(document, new_fake_mode(False))
+        reader.tensors = _tensors_of(reader, document["tensors"], kept)
+        return _read_joint(reader)
     except VerificationError as error:
         raise _refused(
             "law", f"the joint graph in {_name(file)} breaks a law: {error.reason.text}", writer
@@ -351,63 +283,36 @@ def load(file: File) -> JointGraph:
         raise _refused("contents", found, f"it was {writer}; export it again") from error
 
 
-def _contents(file: File) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+def _bytes_in(file: File) -> bytes:
     try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            names = [entry.filename for entry in entries]
-            manifest = json.loads(_stored_in(archive, _MANIFEST)) if _MANIFEST in names else None
-            _check_manifest(file, manifest)
-            assert manifest is not None
-            if sorted(names) != sorted((_MANIFEST, _JOINT, _TENSORS)):
-                raise ValueError(f"it holds {', '.join(names)[:80]}")
-            contents, kept = _stored_in(archive, _JOINT), _stored_in(archive, _TENSORS)
-            if _digest(contents, kept) != manifest.get("sha256"):
-                raise ValueError("its contents have changed since it was written")
-            data = json.loads(contents)
-    except LoadError:
-        raise
+        if isinstance(file, (str, os.PathLike)):
+            return Path(file).read_bytes()
+        file.seek(0)
+        return file.read()
     except OSError as error:
         text = f"{_name(file)} cannot be opened: {error.strerror or error}"
         way_out = "the path of a file that aot.export wrote"
         raise MissingFileError.because("load-missing", text, "aot.load", way_out=way_out) from error
-    except Exception as error:
-        raise _refused(
-            "damaged", f"{_name(file)} is damaged, or no joint graph: {first_line(error)}", "export it again"
-        ) from error
-    if not isinstance(data, dict):
-        raise _refused("damaged", f"{_name(file)} is damaged: it holds no joint graph", "export it again")
-    return manifest, data, kept
 
 
-def _digest(contents: bytes, tensors: bytes) -> str:
-    """Identifies what an archive holds. It is no signature: whoever writes a file can compute it."""
-    found = hashlib.sha256(contents)
-    found.update(tensors)
-    return found.hexdigest()
-
-
-def _stored_in(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A member of the archive, if it takes no more memory than in the file."""
-    entry = archive.getinfo(name)
-    if entry.compress_type != zipfile.ZIP_STORED and entry.file_size > _SMALL:
-        raise ValueError(f"{name} is compressed, which aot.export does not do")
-    return archive.read(name)
-
-
-def _check_manifest(file: File, manifest: Any) -> None:
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+def _heading(file: File, data: bytes) -> dict[str, Any]:
+    try:
+        heading = heading_of(data)
+    except (ValueError, RecursionError):
+        heading = {}
+    if heading.get("format") != _FORMAT:
         raise _refused(
             "foreign", f"{_name(file)} is no joint graph that aot.export wrote", "aot.export(joint, file)"
         )
-    schema = manifest.get("schema")
+    schema = heading.get("schema")
     if type(schema) is not int or schema < 1:
         raise _refused("damaged", f"{_name(file)} has no version", "export it again")
     if schema != SCHEMA:
-        writer = f"written by retrograd {manifest.get('retrograd')}"
+        writer = f"written by retrograd {heading.get('retrograd')}"
         found = f"{_name(file)} has schema {schema}, {writer}; known is {SCHEMA}"
         other = "a newer retrograd, or export it with this one"
         raise _refused(*(("newer", found, other) if schema > SCHEMA else ("older", found, "export it again")))
+    return heading
 
 
 def _name(file: File) -> str:

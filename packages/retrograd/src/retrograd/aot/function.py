@@ -81,7 +81,7 @@ class AotFunction:
 
     def reset(self) -> None:
         """Forget what was compiled."""
-        self._specialized.variants.clear()
+        self._specialized.clear()
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:

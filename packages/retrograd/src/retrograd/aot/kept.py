@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -31,7 +31,6 @@ from torch import fx
 from retrograd._torch.fx import is_operator_overload, is_symbolic
 from retrograd._torch.inductor import cache_folder, environment, patched, replacing
 from retrograd._torch.pytree import tree_leaves
-from retrograd._torch.trace import form_of
 from retrograd.aot.kept_file import name_graphs, read_partition, serialize_partition
 from retrograd.backends import processes
 from retrograd.backends.registry import InductorBackend, find_backend
@@ -39,6 +38,7 @@ from retrograd.config import Config
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Partition
+from retrograd.serialize import Writer
 
 _log = AOT_LOGS["cache"]
 
@@ -98,7 +98,7 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
         config: the choices.
     """
     try:
-        name = hashlib.sha256("\n".join(_said(state, gm, config)).encode()).hexdigest()
+        name = hashlib.sha256(json.dumps(_depends_on(state, gm, config)).encode()).hexdigest()
         return KeptPartition(state, config, Path(cache_folder(), "retrograd", name[:2], f"{name}.json"))
     except Exception as error:
         counters["kept_partition_refusals"] += 1
@@ -119,8 +119,8 @@ def expect(module: torch.nn.Module) -> None:
 # what a partition depends on
 
 
-def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[str]:
-    """All of it, as texts.
+def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
+    """All of it, as plain data that is the same in each process.
 
     Raises:
         Refusal: something has no name.
@@ -132,25 +132,29 @@ def _said(state: CaptureState, gm: fx.GraphModule, config: Config) -> Iterator[s
         raise Refusal("choices", "a backend, a partitioner or passes of the user's")
     if state.is_symbolic or state.aliases or gm.graph.find_nodes(op="get_attr"):
         raise Refusal("state", "symbolic sizes, inputs that share memory, or tensors that the graph holds")
+    writer = Writer()
     with patched(backend.settings):
-        yield _plain([*environment(), backend.settings, _table(state.decompositions)])
-    yield f"{_package()} {config.single_region} {config.partitioner} {state.name} {state.thread_modes}"
-    yield f"{config.backward} {config.smallest_repeat} {config.fewest_copies}"
+        found = [_package(), environment(), backend.settings]
+    found += [config.single_region, config.partitioner, config.backward]
+    found += [config.smallest_repeat, config.fewest_copies, state.name, str(state.thread_modes)]
+    found += [
+        [str(op), _python_name(fn)]
+        for op, fn in sorted(state.decompositions.items(), key=lambda pair: str(pair[0]))
+    ]
     for leaf in state.leaves:
-        yield _plain(
-            [leaf.name, leaf.kind and leaf.kind.value, leaf.requires_grad, leaf.is_leaf, leaf.same_as]
-        )
-        yield _described(leaf.value)
+        is_view = isinstance(leaf.value, torch.Tensor) and leaf.value._is_view()
+        found.append([leaf, isinstance(leaf.value, torch.nn.Parameter), is_view])
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "call_function", "call_method", "output"):
             raise Refusal("node", f"a node of kind {node.op}")
-        marks = {key: node.meta.get(key) for key in ("stack_trace", "recompute", "ac_graph_id", "custom")}
+        marks = [node.meta.get(key) for key in ("stack_trace", "recompute", "ac_graph_id", "custom")]
         target = _function(node.target) if node.op == "call_function" else str(node.target)
-        yield _plain([node.op, node.name, target, node.args, node.kwargs, marks])
         value = node.meta.get("example_value")
         if any(map(_is_unknown, tree_leaves(value))):
             raise Refusal("number", "a number that differs from call to call; a capture may hold for one")
-        yield type(value).__qualname__
+        kind = type(value).__qualname__
+        found.append([node.op, node.name, target, node.args, node.kwargs, marks, kind])
+    return writer.document(writer.write(found))
 
 
 def _is_unknown(value: Any) -> bool:
@@ -159,51 +163,14 @@ def _is_unknown(value: Any) -> bool:
     return isinstance(value, _SYMBOLIC) or (isinstance(value, torch.Tensor) and is_symbolic(value))
 
 
-def _described(value: Any) -> str:
-    """A leaf of a state, as far as a capture depends on it."""
-    if not isinstance(value, torch.Tensor):
-        return _plain(value)
-    if (form := form_of(value)) is None:
-        raise Refusal("input", f"a {type(value).__name__}")
-    return f"{isinstance(value, torch.nn.Parameter)} {value._is_view()} {form}"
-
-
-def _table(decompositions: Any) -> list[str]:
-    return sorted(f"{op} {_python_name(fn)}" for op, fn in decompositions.items())
-
-
-def _python_name(fn: Any) -> str:
-    if isinstance(fn, functools.partial):
-        given = [_python_name(one) if callable(one) else one for one in (*fn.args, *fn.keywords.values())]
-        return f"{_python_name(fn.func)}{_plain([list(fn.keywords), given])}"
-    return f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
-
-
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-#: values whose text says all about them.
-_SAID = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-
-def _plain(value: Any) -> str:
-    """A text that says all about `value`, the same in each process.
-
-    Raises:
-        Refusal: there is none.
-    """
-    if value is None or value is ... or type(value) in _SAID:
-        return repr(value)
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(_plain, value))})"
-    if isinstance(value, slice):
-        return f"slice{_plain([value.start, value.stop, value.step])}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(sorted(f'{_plain(key)}: {_plain(one)}' for key, one in value.items()))}}}"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_plain, value)))}}}"
-    raise Refusal("unwritable", f"a {type(value).__name__}")
+def _python_name(fn: Any) -> Any:
+    if isinstance(fn, functools.partial):
+        given = [_python_name(one) if callable(one) else one for one in (*fn.args, *fn.keywords.values())]
+        return [_python_name(fn.func), [*fn.keywords], given]
+    return f"{fn.__module__}.{getattr(fn, '__qualname__', fn)}"
 
 
 _OF_TORCH = ("torch", "_operator", "math")

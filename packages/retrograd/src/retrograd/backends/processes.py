@@ -49,13 +49,7 @@ from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import ForkSafeLock, forgotten_by_reset
-from retrograd.serialize import (
-    give_examples,
-    read_examples,
-    read_graph,
-    serialize_examples,
-    serialize_graph,
-)
+from retrograd.serialize import Reader, Writer
 
 _log = AOT_LOGS["cache"]
 
@@ -86,21 +80,16 @@ def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapp
     """All that compiling `gm` needs, as data.
 
     Raises:
-        Refusal, TypeError: something cannot be written.
+        TypeError: something cannot be written.
         ExportError: likewise, in the graph.
     """
-    tensors: dict[str, Any] = {}
-    given = iter(inputs)
-    values = [next(given) if node.op == "placeholder" else node.meta.get("val") for node in gm.graph.nodes]
+    writer = Writer()
     job = {
-        "graph": serialize_graph(gm, tensors),
-        "examples": serialize_examples(values),
+        "document": writer.document(writer.graph(gm, inputs)),
         "half": asdict(replace(half, known_as=None)),  # it is announced before it has a name
         "settings": dict(settings),
         "modules": defining_modules(gm.graph),
     }
-    if tensors:
-        raise Refusal("unwritable", "tensors that the graph holds")
     return json.dumps(job).encode()
 
 
@@ -434,8 +423,8 @@ def work(handle: int) -> None:
 def _work_on(job: Mapping[str, Any]) -> None:
     for module in job["modules"]:
         importlib.import_module(module)
-    gm = read_graph(job["graph"], {})
-    give_examples(gm, read_examples(job["examples"], new_fake_mode(False)))
+    reader = Reader(job["document"], new_fake_mode(False))
+    gm = reader.graph(reader.body)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with patched(job["settings"]):
         compile_graph(gm, inputs, **job["half"])

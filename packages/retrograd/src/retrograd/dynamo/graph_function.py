@@ -85,7 +85,7 @@ class GraphFunction:
         matter = code.partition.joint.offsets_matter
         self._offsets = [(i, value.storage_offset()) for i, value in tensors] if matter else []
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.variants.add(self._leafness(given), Variant(None, code))
+        self._specialized.add(self._leafness(given), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""

@@ -52,55 +52,9 @@ class Variant:
     outcome: Callable[[], Any] | None = None
 
 
-class VariantCache:
-    """Variants by key, and of those of one key, the first whose guard holds. When there are too many, the one
-    that was not used for longest is given up.
-
-    Args:
-        size: how many are kept, of all keys together; at least one.
-    """
-
-    def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"a cache keeps at least one entry, not {size}")
-        self._size = size
-        self._kept: dict[Hashable, list[Variant]] = {}
-        self._clock = itertools.count()
-        self._lock = ForkSafeLock()
-
-    def find(self, key: Hashable, values: Sequence[Any]) -> Variant | None:
-        """The variant for `values`; None if there is none."""
-        for variant in self._kept.get(key, ()):
-            if variant.guard is None or variant.guard.fits(values):
-                variant.used = next(self._clock)
-                return variant
-        return None
-
-    def known(self, key: Hashable) -> list[Variant]:
-        """All variants of `key`, oldest first."""
-        return list(self._kept.get(key, ()))
-
-    def add(self, key: Hashable, variant: Variant) -> None:
-        """Keep `variant`."""
-        with self._lock:
-            variant.used = next(self._clock)
-            self._kept[key] = [*self._kept.get(key, ()), variant]
-            if len(self) > self._size:
-                oldest = min(itertools.chain(*self._kept.values()), key=lambda one: one.used)
-                left = {k: [one for one in kept if one is not oldest] for k, kept in self._kept.items()}
-                self._kept = {k: kept for k, kept in left.items() if kept}
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._kept = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
-
-
 class Specialized:
-    """The variants of one callable.
+    """The variants of one callable, by key; of those of one key, the first whose guard holds is taken. When
+    there are more than ``cache_size``, the one that was not used for longest is given up.
 
     Args:
         name: of the callable, for reasons. stage: where it stands.
@@ -108,9 +62,6 @@ class Specialized:
         report: is told what runs eagerly.
         compile: makes the variant for flat inputs, given the variants of the same key, the oldest first;
             raises if they cannot be captured and no guard can describe them.
-
-    Attributes:
-        variants: those that were made.
     """
 
     def __init__(
@@ -123,7 +74,8 @@ class Specialized:
     ) -> None:
         self._name, self._stage, self._config, self._report = name, stage, config, report
         self._compile = compile
-        self.variants = VariantCache(config.cache_size)
+        self._variants: dict[Hashable, list[Variant]] = {}
+        self._clock = itertools.count()
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
@@ -133,7 +85,7 @@ class Specialized:
             RetrogradError: in strict mode, if they cannot be captured.
             Exception: whatever the callable raises.
         """
-        variant = self.variants.find(key, leaves)
+        variant = self._found(key, leaves)
         if variant is None:
             try:
                 variant, outcome = self._made(key, leaves)
@@ -180,12 +132,32 @@ class Specialized:
         self._report.fell_back(reason, f"a call of {self._name} ran eagerly")
         return result
 
+    def add(self, key: Hashable, variant: Variant) -> None:
+        """Keep `variant`."""
+        variant.used = next(self._clock)
+        kept = {**self._variants, key: [*self._variants.get(key, ()), variant]}
+        if sum(map(len, kept.values())) > self._config.cache_size:
+            oldest = min(itertools.chain(*kept.values()), key=lambda one: one.used)
+            kept = {k: [one for one in ones if one is not oldest] for k, ones in kept.items()}
+        self._variants = {k: ones for k, ones in kept.items() if ones}
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._variants = {}
+
+    def _found(self, key: Hashable, leaves: Sequence[Any]) -> Variant | None:
+        for variant in self._variants.get(key, ()):
+            if variant.guard is None or variant.guard.fits(leaves):
+                variant.used = next(self._clock)
+                return variant
+        return None
+
     def _made(self, key: Hashable, leaves: Sequence[Any]) -> tuple[Variant, Callable[[], Any] | None]:
         """A new variant, unless another thread has made it meanwhile; what this call does, if it ran."""
         with self._lock:
-            if (found := self.variants.find(key, leaves)) is not None:
+            if (found := self._found(key, leaves)) is not None:
                 return found, None
-            known = self.variants.known(key)
+            known = self._variants.get(key, [])
             if len(known) >= self._config.recompile_limit:
                 text = f"{self._name} was called with more kinds of input than recompile_limit"
                 way_out = "dynamic=True, or a larger recompile_limit"
@@ -193,7 +165,7 @@ class Specialized:
                 return Variant(known[-1].guard, None, reason), None
             made = self._compile(key, leaves, known)
             outcome, made.outcome = made.outcome, None
-            self.variants.add(key, made)
+            self.add(key, made)
             return made, outcome
 
     def _after_failure(self, variant: Variant, error: CodeFailedError, eagerly: Callable[[], Any]) -> Any:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -48,6 +49,7 @@ from retrograd._torch.operators import (
 from retrograd._torch.patches import handle
 from retrograd._torch.releases import raised_on_fakes
 from retrograd.errors import first_line
+from retrograd.graph.structure import is_same
 
 _RAISED = raised_on_fakes(exc)
 
@@ -149,7 +151,7 @@ class _Hooks:
 
     def __call__(self, _: object) -> bool:
         if self._set != _set:
-            if not all(_are_alike(_defaults(each()), defaults) for each, defaults in self._known):
+            if not all(is_same(_defaults(each()), defaults) for each, defaults in self._known):
                 return False
             self._set = _set
         return [*map(tuple, _OF_ALL_MODULES)] == self._of_all
@@ -162,14 +164,6 @@ def _defaults(hooks: Mapping[int, Any] | None) -> list[Any]:
         by_name = getattr(hook, "__kwdefaults__", None) or {}
         found += [*(getattr(hook, "__defaults__", None) or ()), *by_name.values()]
     return found
-
-
-def _are_alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(_is_alike, some, others))
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
 
 
 def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,39 +209,37 @@ def _is_of_torch(manager: Any) -> bool:
 
 def _errors(node: Any, tx: Any) -> list[Errors]:
     """What the operators in a call may raise; found by a run on fake tensors."""
-    watch = _Errors()
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in UNCHECKED:
         return [OF_VALUES]
-    try:
-        given = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
+    found: list[Errors | None] = []
+    watch = Watch(lambda *call: found.append(errors_by_value(*call)))
+    with suppress(Exception):  # whoever traces it finds out why
+        args, kwargs = pytree.tree_map(sample, _given(node))
         with tx.fake_mode, torch.no_grad(), watch:
-            args, kwargs = pytree.tree_map(_copy, given)
             called = getattr(args[0], name) if node.op == "call_method" else node.target
             called(*(args[1:] if node.op == "call_method" else args), **kwargs)
-    except Exception:
-        pass  # whoever traces it finds out why
-    return watch.errors
+    return [errors for errors in found if errors is not None]
 
 
-def _copy(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+def _given(node: Any) -> tuple[Any, Any]:
+    """Fake tensors and other values that a node is given."""
+    return fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
 
 
-class _Errors(TorchDispatchMode):
-    """Notes the errors that the operators called inside may raise."""
+class Watch(TorchDispatchMode):
+    """While open, `see` is called with each operator, its arguments and keyword arguments before it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
         super().__init__()
-        self.errors: list[Errors] = []
+        self._see = see
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (errors := errors_by_value(func, args, kwargs or {})) is not None:
-            self.errors.append(errors)
+        self._see(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -271,7 +263,7 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
     is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     if not is_operator or str(target).partition(".")[0] in OF_TORCH or tx.one_graph:
         return None
-    given = fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
+    given = _given(node)
     asked = tuple(value.requires_grad for value in _tensors(given))
     if not (torch.is_grad_enabled() and any(asked) and keeps_eager(tx)):
         return None

@@ -37,11 +37,10 @@ from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
 from torch._guards import Guard
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import Reading, methods_of, writes_in_place
-from retrograd._torch.dynamo.keep_eager import break_graph, differentiate, keeps_eager, sample
+from retrograd._torch.dynamo.keep_eager import Watch, break_graph, differentiate, keeps_eager, sample
 from retrograd._torch.operators import RefusingAsynchronous
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.tensor import storage_of
@@ -206,9 +205,9 @@ def _why_not_repeatable(tx: Any) -> str | None:
     assert isinstance(body.target, str)
     module = tx.output.nn_modules[body.target]
     examples = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in inputs]
-    watch = _Draws()
+    called: list[Any] = []
     try:
-        with tx.fake_mode, torch.no_grad(), functional_mode(), watch:
+        with tx.fake_mode, torch.no_grad(), functional_mode(), Watch(lambda func, *_: called.append(func)):
             given = [to_functional(one) if isinstance(one, torch.Tensor) else one for one in examples]
             fx.Interpreter(module).run(*given)
             is_changed = any_changed(given)
@@ -216,27 +215,10 @@ def _why_not_repeatable(tx: Any) -> str | None:
         return None  # the backend will say what it cannot do
     if is_changed:
         return "It changes a tensor, and changes it again when the backward computes it once more."
-    if watch.count and not node.kwargs.get("preserve_rng_state", True):
+    draws = any(torch.Tag.nondeterministic_seeded in func.tags for func in called)
+    if draws and not node.kwargs.get("preserve_rng_state", True):
         return "It draws other random numbers when the backward computes it once more."
     return None
-
-
-class _Draws(TorchDispatchMode):
-    """Counts the calls that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 # operators

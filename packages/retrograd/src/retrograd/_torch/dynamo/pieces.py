@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch.dynamo.frames import why_ended
+from retrograd._torch.dynamo.keep_eager import Watch
 from retrograd._torch.fx import DEPENDS_ON_DATA
 from retrograd._torch.trace import fake_mode_of, mode_among
 from retrograd.errors import Escape
@@ -47,13 +47,24 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
     if mode is None or not is_fake:
         return None
     unguarded = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
-    counted = _Kernels()
+    kernels: list[Any] = []
+
+    def see(func: Any, *_: Any) -> None:
+        """Leave before a call that changes something, or makes a size that is not known before, or is one too
+        many."""
+        is_query = func.namespace == "prim"  # of a device or a dtype
+        if not is_query and any(one.alias_info is None for one in func._schema.returns):
+            kernels.append(func)
+        is_more = len(kernels) > MOST_KERNELS
+        if is_more or func._schema.is_mutable or not DEPENDS_ON_DATA.isdisjoint(func.tags):
+            raise Escape(func)
+
     try:
-        with torch.no_grad(), unguarded, mode, counted:
+        with torch.no_grad(), unguarded, mode, Watch(see):
             gm.forward(*examples)  # hooks of all modules do not see it
     except Exception:
         return None  # whoever compiles it finds out why
-    return counted.count
+    return len(kernels)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -69,17 +80,3 @@ def _is_piece(gm: fx.GraphModule) -> bool:
     reason = getattr(gm, "compile_subgraph_reason", None)
     stack = getattr(reason, "user_stack", None)
     return bool(why_ended(gm)) or bool(stack and stack[0].name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX))
-
-
-class _Kernels(TorchDispatchMode):
-    """Counts calls that are no views. It leaves before one that changes something, or makes a size that is
-    not known before, or is one too many."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_query = func.namespace == "prim"  # of a device or a dtype
-        self.count += not is_query and any(one.alias_info is None for one in func._schema.returns)
-        if func._schema.is_mutable or self.count > MOST_KERNELS or not DEPENDS_ON_DATA.isdisjoint(func.tags):
-            raise Escape(func)
-        return func(*args, **(kwargs or {}))
