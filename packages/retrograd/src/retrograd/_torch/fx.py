@@ -175,8 +175,13 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+    return "dropout_p" not in names or bool(_arguments(node).get("dropout_p", 0.0) != 0.0)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call of an operator is given, by the names of its schema; without defaults."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -283,17 +288,26 @@ def depends_on_data(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the value of the call may share."""
+    """The inputs whose memory the value of the call may share; for one result of several, the call of these,
+    if any of them may share memory."""
     target = node.target
+    if target is getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
+        return node.all_input_nodes if aliased_inputs(node.args[0]) else []  # type: ignore[arg-type]
     if node.op != "call_function" or target in _SYMBOLIC:
         return []
+    inputs: list[fx.Node] = node.all_input_nodes
     if isinstance(target, torch._ops.OpOverload):
-        declared = any(given.alias_info is not None for given in target._schema.returns)
-        declared = declared or target in _UNDECLARED_ALIASES
-        declared = declared or torch.Tag.maybe_aliasing_or_mutating in target.tags
-        if not (declared or is_wait(node)):
+        if any(returned.alias_info is not None for returned in target._schema.returns):
+            given, inputs = _arguments(node), []
+            shared = [one.name for one in target._schema.arguments if one.alias_info is not None]
+            map_arg([given.get(name) for name in shared], inputs.append)
+        elif not (
+            target in _UNDECLARED_ALIASES
+            or torch.Tag.maybe_aliasing_or_mutating in target.tags
+            or is_wait(node)
+        ):
             return []
-    return [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
+    return [value for value in inputs if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
 
 
 def is_collective(node: fx.Node) -> bool:

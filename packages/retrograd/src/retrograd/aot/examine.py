@@ -96,9 +96,6 @@ def _of_trace(found: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for number, destination in found["gradients"]:
         yield "region", number
         yield _kind(destination), destination.index
-    for name in ("undefined_matters", "with_functions", "saving"):
-        yield from (("region", number) for number in found[name])
-    yield from (("primal", number) for number in found["hooked_leaves"])
     yield from (("boundary", value.boundary) for value in found["values"] if value.boundary is not None)
     for update in found["updates"]:
         yield "primal", update.primal

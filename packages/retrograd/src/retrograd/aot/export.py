@@ -35,7 +35,7 @@ from retrograd.errors import (
     first_line,
 )
 from retrograd.graph.joint import Destination, verify_joint
-from retrograd.graph.joint_graph import CaptureState, JointValues, Leaf, PrimalValue
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues, Leaf, PrimalValue
 from retrograd.passes.aten import PassReport
 from retrograd.serialize import (
     checked_types,
@@ -54,7 +54,7 @@ from retrograd.serialize import (
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.
-SCHEMA = 8
+SCHEMA = 9
 
 _FORMAT = "retrograd-joint-graph"
 _MANIFEST, _JOINT, _TENSORS = "manifest.json", "joint.json", "tensors.bin"
@@ -73,17 +73,13 @@ FIELDS = (
     "values",
     "updates",
     "outputs",
-    "undefined_matters",
-    "with_functions",
-    "saving",
     "by_dtype",
     "shared",
     "entered_as",
-    "is_single_region",
-    "sums_apart",
-    "hooked_leaves",
     "reenters",
 )
+#: what of the `CaptureOptions`. What else there is matters only to a capture, and a file holds no function.
+_OPTIONS = ("single_region", "split_at_leaf_grads", "sums_apart")
 
 
 def serialize_joint(joint: JointValues) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -133,6 +129,7 @@ def serialize_trace(joint: JointValues) -> dict[str, Any]:
         "out_spec": _written_spec("the outputs", joint.out_spec),
         "primals": [_written(one.name, replace(one, fake=None, found=None)) for one in joint.primals],
         "gradients": [serialize_value(place) for place in joint.gradients],
+        "options": serialize_value(tuple(getattr(joint.options, name) for name in _OPTIONS)),
         **{name: _written(name, getattr(joint, name)) for name in FIELDS},
     }
 
@@ -205,6 +202,7 @@ def read_trace(
         "primals": primals,
         "out_spec": read_spec(*data["out_spec"]),
         "gradients": {_read_as(place, tuple[int, Destination]): PLAIN for place in data["gradients"]},
+        "options": CaptureOptions(*_read_as(data["options"], tuple[bool, bool, bool])),
         **{name: _read_as(data[name], field_types(JointValues)[name]) for name in FIELDS},
     }
     examine_trace(found)

@@ -160,13 +160,14 @@ class _Division:
         results = self._own_memory()
         extra: list[fx.Node] = []
         described = []
-        owners = {self.memory.owner[node] for node in (*self.memory.primals, *self.memory.outputs)}
+        taken = self.memory.of(*self.memory.primals, *self.memory.outputs)
         changed = self._changed_primals()
         places = {
             node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)
         }
         for node in saved:
-            by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
+            owners = self.memory.of(node)
+            by_eager = not owners.isdisjoint(self.memory.kept_by_eager)
             value = node.meta.get("val")
             is_copy = node in self.copies
             if node in self.memory.primals and node not in changed and not is_copy:
@@ -175,13 +176,12 @@ class _Division:
                 kind, place, is_view = SavedKind.OUTPUT, places[node], False
             else:
                 kind, place = SavedKind.INTERMEDIATE, len(results) + len(extra)
-                owner = self.memory.owner.get(node, node)
-                is_own = is_copy or owner in changed
+                is_own = is_copy or not owners.isdisjoint(changed)
                 if node in places:
                     results[places[node]] = copied_call(node)
                 extra.append(copied_call(node) if is_own and node not in places else node)
-                is_view = owner in owners and not is_own
-                owners.add(owner)
+                is_view = not (is_own or taken.isdisjoint(owners))
+                taken |= owners
             described.append(Saved(node.name, kind, place, value, by_eager, is_view))
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
@@ -194,14 +194,14 @@ class _Division:
 
     def _own_memory(self) -> list[Any]:
         """Forward results; those that are a primal itself, or one another, are copied."""
-        taken = {self.memory.owner[node] for node in self.primals}
+        taken = self.memory.of(*self.primals)
         results = list(self.forward_results)
         for place, node in enumerate(results):
             if isinstance(node, fx.Node) and not is_number(node):
-                owner = self.memory.owner[node]
-                if owner in taken:
+                owners = self.memory.of(node)
+                if not taken.isdisjoint(owners):
                     results[place] = copied_call(node)
-                taken.add(owner)
+                taken |= owners
         return results
 
     def _backward(
@@ -242,12 +242,11 @@ class _Division:
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
         memory, changed = self.memory, self._changed_primals()
-        owners = [memory.owner.get(value) for value in read_by_backward(self.joint.gm, number)]
+        visible = {*memory.primals, *memory.outputs}
+        owners = [one for value in read_by_backward(self.joint.gm, number) for one in memory.of(value)]
         kept = [owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)]
-        visible = [memory.owner[node] for node in (*memory.primals, *memory.outputs)]
-        kept += [n for n in visible if number in n.meta.get(KEPT_FOR, ())]
-        itself = {node for node in (*memory.primals, *memory.outputs) if node not in self.copies}
-        covered = {memory.owner[node] for node in read if node in itself}
+        kept += [one for node in visible for one in memory.of(node) if number in one.meta.get(KEPT_FOR, ())]
+        covered = memory.of(*(node for node in read if node in visible and node not in self.copies))
         checked = []
         for owner in dict.fromkeys(kept):
             if owner in covered or owner in changed:
@@ -256,7 +255,7 @@ class _Division:
             if owner in memory.primals:
                 checked.append(Saved(owner.name, SavedKind.PRIMAL, memory.primals[owner], example, True))
             for output, place in memory.outputs.items():
-                if memory.owner[output] is owner and owner not in memory.primals:
+                if owner in memory.of(output) and owner not in memory.primals:
                     checked.append(Saved(output.name, SavedKind.OUTPUT, place, example, True))
         return tuple(checked)
 

@@ -22,16 +22,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
     add_copy,
+    aliased_inputs,
     depends_on_data,
     has_effect,
     is_mutating,
-    is_operator_overload,
     lazy_graph_module,
-    schema_of,
 )
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.reach import reached
+from retrograd.graph.reach import origins, reached
 from retrograd.process import cached_property
 
 #: the entry of a joint graph's metadata for copies of a run that follow each other.
@@ -72,31 +71,34 @@ class Memory:
     """Sharing of memory in one joint graph.
 
     Attributes:
-        owner: by node, the node whose memory it shows; itself if it has its own.
+        owners: by node, the nodes whose memory it may share; itself if it has its own.
         primals, outputs: placeholders and forward outputs, by node their number. (A node may be given twice.)
         kept_by_eager: owners of which the backward half reads some alias: eager keeps them.
     """
 
-    owner: Mapping[fx.Node, fx.Node]
+    owners: Mapping[fx.Node, frozenset[fx.Node]]
     primals: Mapping[fx.Node, int]
     outputs: Mapping[fx.Node, int]
     kept_by_eager: frozenset[fx.Node]
 
+    def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
+        """The owners of all memory that `nodes` share; a node that is new to the graph has its own."""
+        return frozenset[fx.Node]().union(*(self.owners.get(node, (node,)) for node in nodes))
+
     @cached_property
-    def visible(self) -> frozenset[fx.Node]:
-        """Owners that the user can reach, and so change."""
-        return frozenset(self.owner[node] for node in (*self.primals, *self.outputs))
+    def unkept(self) -> frozenset[fx.Node]:
+        """Owners that the user can reach, and so change, and that eager does not keep."""
+        return self.of(*self.primals, *self.outputs) - self.kept_by_eager
 
     def is_forbidden(self, node: fx.Node) -> bool:
-        """Whether keeping the value would make the backward depend on memory that the user may change and on
-        which eager's backward does not depend."""
-        owner = self.owner[node]
-        return owner in self.visible and owner not in self.kept_by_eager and not is_number(node)
+        """Whether saving the value is unsafe: the user may overwrite its memory, and eager would not have
+        saved it."""
+        return not self.unkept.isdisjoint(self.owners[node]) and not is_number(node)
 
 
 def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     """Follow views through the graph of `gm`."""
-    owner = _owners(gm.graph)
+    owners = origins(gm.graph.nodes, aliased_inputs)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
     results, count = output_values(gm.graph), signature.forward_count
@@ -106,36 +108,14 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
             outputs.setdefault(node, i)
     inside = {node for node in gm.graph.nodes if is_again(node) and "ac_graph_id" in node.meta}
     numbers = {node.meta.get("seq_nr") for node in inside}
-    kept = {
-        owner[value]
+    kept = [
+        value
         for value in read_by_backward(gm)
         if value not in inside  # what a checkpoint computes is kept for what is outside of it only
         or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
-    }
-    kept |= {owner[node] for node in results[count:] if isinstance(node, fx.Node)}
-    return Memory(owner, primals, outputs, frozenset(kept))
-
-
-def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory it shows."""
-    owner: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        base = viewed(node)
-        owner[node] = node if base is None else owner[base]
-    return owner
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a call's result shows."""
-    if node.op != "call_function" or not is_operator_overload(node.target):
-        return None
-    schema = schema_of(node.target)
-    if not any(result.alias_info is not None for result in schema.returns):
-        return None
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(value, fx.Node):
-            return value
-    return None
+    ]
+    kept += [node for node in results[count:] if isinstance(node, fx.Node)]
+    return Memory(owners, primals, outputs, frozenset[fx.Node]().union(*(owners[node] for node in kept)))
 
 
 def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
@@ -159,16 +139,18 @@ def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
 def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Sequence[Any]) -> frozenset[int]:
     """Numbers of the leaves whose gradient lies in memory that the backward reads too, or gives to others: a
     hook that changes the gradient in place changes it for them."""
-    owner = _owners(gm.graph)
-    reading = [node for node in gm.graph.nodes if owner[node] is node and node.op != "output"]
-    readers = Counter(owner[value] for node in reading for value in node.all_input_nodes)
+    owners = origins(gm.graph.nodes, aliased_inputs)
+    reading = [node for node in gm.graph.nodes if node in owners[node] and node.op != "output"]
     roles = [*zip(output_values(gm.graph), signature.outputs, strict=True)]
-    given = [(owner[node], role.of) for node, role in roles if isinstance(role, Gradient)]
-    readers.update(memory for memory, _ in given)
+    given = [(node, role.of) for node, role in roles if isinstance(role, Gradient)]
+    read = [value for node in reading for value in node.all_input_nodes] + [node for node, _ in given]
+    readers = Counter(owner for value in read for owner in owners[value])
     return frozenset(
         there.index
-        for memory, there in given
-        if readers[memory] > 1 and not there.is_boundary and primals[there.index].is_leaf
+        for node, there in given
+        if not there.is_boundary
+        and primals[there.index].is_leaf
+        and any(readers[owner] > 1 for owner in owners[node])
     )
 
 
