@@ -36,26 +36,19 @@ class EntryPlan:
     """What is done to inputs before the function sees them.
 
     Attributes:
-        copies: whether inputs that require grad and are no leaves enter as copies, so that they may be
-            changed.
+        entered_as: what the function is given in place of inputs that require grad and are no leaves: copies,
+            so that they may be changed; or aliases, since autocast keeps the casts of leaves, and such an
+            input is none.
         based: numbers of the alias groups whose members are views of one base.
-        aliased: whether inputs that require grad and are no leaves enter as aliases. Autocast keeps the casts
-            of leaves, and such an input is none.
     """
 
-    copies: bool = False
+    entered_as: EnteredAs = "itself"
     based: frozenset[int] = frozenset()
-    aliased: bool = False
-
-    @property
-    def entered_as(self) -> EnteredAs:
-        """What the function is given in place of inputs that require grad and are no leaves."""
-        return "copy" if self.copies else "alias" if self.aliased else "itself"
 
     def with_copies(self, state: CaptureState) -> EntryPlan:
         """The plan for a function that failed: perhaps it changes an input that is no leaf."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
-        return replace(self, copies=self.copies or any_inner)
+        return replace(self, entered_as="copy") if any_inner else self
 
     def amended(self, state: CaptureState, changed: Collection[int | None]) -> EntryPlan:
         """The plan with a base for each group of which a member is among the leaves `changed`."""
@@ -200,7 +193,8 @@ class Inputs:
         """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
         kept = self.tracer.inputs_with_kept_cast()
         inner = (primal_name(i) for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
-        return plan if kept.isdisjoint(inner) else replace(plan, aliased=True)
+        is_enough = plan.entered_as == "copy" or kept.isdisjoint(inner)
+        return plan if is_enough else replace(plan, entered_as="alias")
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:
         """How often inputs and outputs have been written to so far, and their shapes."""
