@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -124,14 +124,22 @@ def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
     return [node for node, role in roles if isinstance(role, Gradient) and role.region == region]
 
 
+def elements_read(wanted: Iterable[fx.Node], given: Collection[str] = ()) -> list[fx.Node]:
+    """Of whose elements, not only sizes, `wanted` is made, if nodes of the names in `given` are known."""
+
+    def unknown(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node.name not in given]
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        is_size = is_number(node) and not depends_on_data(node)
+        return unknown(filter(is_number, node.all_input_nodes) if is_size else node.all_input_nodes)
+
+    return list(reached(unknown(wanted), following))
+
+
 def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
     """Numbers of the primals of whose elements, not only of their sizes, `wanted` are computed."""
-
-    def following(node: fx.Node) -> Sequence[fx.Node]:
-        is_size = is_number(node) and not depends_on_data(node)
-        return list(filter(is_number, node.all_input_nodes)) if is_size else node.all_input_nodes
-
-    found = reached(wanted, following)
+    found = set(elements_read(wanted))
     inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
     return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
 
@@ -245,10 +253,7 @@ def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
             users = {user for read in node.all_input_nodes for user in read.users if user in needed}
             first = min((place[user] for user in users), default=len(graph.nodes))
             place[node] = max(behind, default=first)
-    output = graph.output_node()
-    for node in sorted(graph.nodes, key=place.__getitem__):
-        if node is not output:
-            output.prepend(node)
+    _put_in_order(graph, place)
     gm.recompile()
     return gm
 
@@ -265,27 +270,28 @@ def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compute_again_late(graph: fx.Graph) -> None:
-    """Change the order of `graph` in place."""
+    """Change the order of `graph` in place: what is computed again stands before its first use, and results
+    of one call stay together."""
     waiting = {
-        node: i
-        for i, node in enumerate(graph.nodes)
+        node
+        for node in graph.nodes
         if node.op == "call_function" and not is_backward(node) and not has_effect(node)
     }
     if not waiting:
         return
-    for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr") or node in waiting:
-            continue
-        for needed in sorted(_needed_by(node, waiting), key=waiting.__getitem__):
-            node.prepend(needed)
-            del waiting[needed]
+    place = {node: (i, 1) for i, node in enumerate(graph.nodes)}
+    for node in reversed(graph.nodes):
+        if node in waiting and node.users:
+            place[node] = min(place[user] for user in node.users)[0], 0
+    for node in graph.nodes:
+        if node in waiting and node.target is operator.getitem and node.args[0] in waiting:
+            place[node] = place[node.args[0]]
+    _put_in_order(graph, place)
 
 
-def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
-    """What of `waiting` has to stand before the node; results of one call stay together."""
-
-    def before(value: fx.Node) -> list[fx.Node]:
-        together = (user for user in value.users if user.target is operator.getitem)
-        return [needed for needed in (*value.all_input_nodes, *together) if needed in waiting]
-
-    return set(reached((value for value in node.all_input_nodes if value in waiting), before))
+def _put_in_order(graph: fx.Graph, place: Mapping[fx.Node, Any]) -> None:
+    """Sort the nodes by `place`; those of one place stay in their order."""
+    output = graph.output_node()
+    for node in sorted(graph.nodes, key=place.__getitem__):
+        if node is not output:
+            output.prepend(node)
