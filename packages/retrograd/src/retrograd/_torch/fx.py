@@ -12,7 +12,7 @@ owns the graph: a deep model's backward has tens of thousands of nodes, and thes
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from retrograd.graph.emit import Boxed, boxed_calls
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph, Summary
+from retrograd.graph.reach import origins
 
 #: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer
 #: to nothing outside of their graph; and one that does refer to something.
@@ -288,11 +289,8 @@ def depends_on_data(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the value of the call may share; for one result of several, the call of these,
-    if any of them may share memory."""
+    """The inputs whose memory the value of the call may share."""
     target = node.target
-    if target is getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
-        return node.all_input_nodes if aliased_inputs(node.args[0]) else []  # type: ignore[arg-type]
     if node.op != "call_function" or target in _SYMBOLIC:
         return []
     inputs: list[fx.Node] = node.all_input_nodes
@@ -308,6 +306,21 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         ):
             return []
     return [value for value in inputs if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
+
+
+def memory_owners(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each of `nodes`, which come in order, those whose memory its value shares; itself if it has its
+    own."""
+    return origins(nodes, bases_of)
+
+
+def bases_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the value of the call is known to share. Calls of higher order make memory of
+    their own, and so has each of several results, unless the call shares memory, as ``split`` does."""
+    bases = aliased_inputs(node)
+    if node.target is getitem:
+        return bases if bases and bases_of(bases[0]) else []
+    return bases if is_operator_overload(node.target) else []
 
 
 def is_collective(node: fx.Node) -> bool:

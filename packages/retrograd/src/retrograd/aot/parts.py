@@ -22,15 +22,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd._torch.fx import (
     add_copy,
-    aliased_inputs,
     depends_on_data,
     has_effect,
     is_mutating,
     lazy_graph_module,
+    memory_owners,
 )
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
-from retrograd.graph.reach import origins, reached
+from retrograd.graph.reach import reached
 from retrograd.process import cached_property
 
 #: the entry of a joint graph's metadata for copies of a run that follow each other.
@@ -98,7 +98,7 @@ class Memory:
 
 def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     """Follow views through the graph of `gm`."""
-    owners = origins(gm.graph.nodes, aliased_inputs)
+    owners = memory_owners(gm.graph.nodes)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
     results, count = output_values(gm.graph), signature.forward_count
@@ -147,7 +147,7 @@ def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
 def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Sequence[Any]) -> frozenset[int]:
     """Numbers of the leaves whose gradient lies in memory that the backward reads too, or gives to others: a
     hook that changes the gradient in place changes it for them."""
-    owners = origins(gm.graph.nodes, aliased_inputs)
+    owners = memory_owners(gm.graph.nodes)
     reading = [node for node in gm.graph.nodes if node in owners[node] and node.op != "output"]
     roles = [*zip(output_values(gm.graph), signature.outputs, strict=True)]
     given = [(node, role.of) for node, role in roles if isinstance(role, Gradient)]

@@ -3,7 +3,7 @@
 In: where to begin, and what follows each thing. Out: all that is reached, in order of discovery.
 
 In: things in order, and what is directly above each. Out: for each thing, the topmost ones that it comes
-from. Of the calls of a graph and `_torch.fx.aliased_inputs`, these are the values that own the memory.
+from.
 
 In: an FX graph, and a number of one bit for some nodes. Out: for each node the bits of all that lead to it.
 """

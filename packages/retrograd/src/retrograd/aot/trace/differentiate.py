@@ -34,7 +34,7 @@ from retrograd._torch.autograd import (
     saves_tensors,
     why_backward_has_effects,
 )
-from retrograd._torch.fx import KEPT_FOR, aliased_inputs
+from retrograd._torch.fx import KEPT_FOR, bases_of
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import inner_tensors
@@ -339,8 +339,8 @@ def _mark_kept(
         elif one.sequence not in again:
             tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
             made += map(tracer.node_of, tensors)
-    for node in reached(filter(None, made), aliased_inputs):
-        if not aliased_inputs(node) and region not in node.meta.get(KEPT_FOR, ()):
+    for node in reached(filter(None, made), bases_of):
+        if not bases_of(node) and region not in node.meta.get(KEPT_FOR, ()):
             node.meta[KEPT_FOR] = (*node.meta.get(KEPT_FOR, ()), region)
 
 
