@@ -382,8 +382,8 @@ def test_no_unfinished_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_field_of_a_joint_graph_is_kept_or_refused() -> None:
-    others = {"state", "gm", "primals", "out_spec", "gradients"}
-    refused = {"hooked_leaves", "offsets_matter", "reports"}
+    others = {"state", "gm", "primals", "out_spec", "gradients", "options"}
+    refused = {"offsets_matter", "reports"}
     known = {*FIELDS, *others, *refused}
     assert {field.name for field in dataclasses.fields(JointGraph)} == known
 

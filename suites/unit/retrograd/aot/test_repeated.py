@@ -22,10 +22,9 @@ from retrograd import aot
 from retrograd._torch.trace import runs
 from retrograd.aot import repeated, saved, shorter
 from retrograd.aot.capture import JointGraph, capture_divided
-from retrograd.aot.trace.differentiate import Manner
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend, InductorBackend
-from retrograd.graph.joint_graph import CaptureState
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState
 
 DEPTH, WIDTH = 6, 8
 Program = Callable[[Tensor], Any]
@@ -49,7 +48,7 @@ def _state_of(program: Program, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> C
     """What Dynamo makes of a program."""
     found: list[CaptureState] = []
 
-    def capture(state: CaptureState, manner: Manner) -> Any:
+    def capture(state: CaptureState, manner: CaptureOptions) -> Any:
         found.append(state)
         return capture_divided(state, manner)
 
@@ -93,7 +92,7 @@ def _notes(node: fx.Node) -> str:
 
 def _assert_equal(one: JointGraph, other: JointGraph) -> None:
     assert one.signature == other.signature
-    for name in ("undefined_matters", "with_functions", "saving", "reenters", "offsets_matter"):
+    for name in ("reenters", "offsets_matter"):
         assert getattr(one, name) == getattr(other, name), name
     assert one.gradients.keys() == other.gradients.keys()
     assert _expressions(one) == _expressions(other)
@@ -218,8 +217,8 @@ def test_graph_is_that_of_the_whole_trace(
         state = _state_of(Stack(layer, loss), torch.rand(4, WIDTH), monkeypatch)
     if decompositions:
         state = replace(state, decompositions=InductorBackend().decompositions())
-    found, divided = repeated.capture_graph(state, Manner())
-    whole, structure = capture_divided(state, Manner())
+    found, divided = repeated.capture_graph(state, CaptureOptions())
+    whole, structure = capture_divided(state, CaptureOptions())
     assert found.state is state
     assert divided.order == structure.order
     assert len(written) == copies
@@ -246,8 +245,8 @@ def test_what_cannot_be_written_is_traced(
 ) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
         state = _state_of(program, x, monkeypatch)
-    found, _ = repeated.capture_graph(state, Manner())
-    whole, _ = capture_divided(state, Manner())
+    found, _ = repeated.capture_graph(state, CaptureOptions())
+    whole, _ = capture_divided(state, CaptureOptions())
     assert not written
     _assert_equal(found, whole)
 
@@ -259,9 +258,9 @@ def test_copy_that_is_given_something_else_is_traced(
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
     fits = runs._fits
     monkeypatch.setattr(runs, "_fits", lambda *given: len(written) != 2 and fits(*given))
-    found, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, CaptureOptions())
     assert len(written) == 2
-    _assert_equal(found, capture_divided(state, Manner())[0])
+    _assert_equal(found, capture_divided(state, CaptureOptions())[0])
 
 
 def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +274,7 @@ def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return outputs(copy, args)
 
     monkeypatch.setattr(runs._Written, "outputs", noted)
-    joint, _ = repeated.capture_graph(state, Manner())
+    joint, _ = repeated.capture_graph(state, CaptureOptions())
     gc.collect()
     assert len(found) == DEPTH - 1
     assert [one() for one in found] == [None] * len(found)
@@ -339,11 +338,11 @@ def test_calls_that_give_numbers_beside_tensors_are_written(
     measured = operators.measured
     stack = Stack(lambda one, x, shared: residual(one, x, shared) + measured(x.detach())[0], square)
     state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
-    found, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, CaptureOptions())
     assert len(written) == DEPTH - 1
     values = [node.meta["val"] for node in found.gm.graph.nodes if "measured" in str(node.target)]
     assert [type(one) for one in values[-1]] == [FakeTensor, int]
-    _assert_equal(found, capture_divided(state, Manner())[0])
+    _assert_equal(found, capture_divided(state, CaptureOptions())[0])
 
 
 def test_functions_in_copies_are_known(
@@ -352,10 +351,10 @@ def test_functions_in_copies_are_known(
     doubled = operators.doubled
     stack = Stack(lambda one, x, shared: residual(one, doubled(x), shared), square)
     state = _state_of(stack, torch.rand(4, WIDTH), monkeypatch)
-    found, _ = repeated.capture_graph(state, Manner())
+    found, _ = repeated.capture_graph(state, CaptureOptions())
     assert len(written) == DEPTH - 1
-    assert found.with_functions == {0}
-    _assert_equal(found, capture_divided(state, Manner())[0])
+    assert [region.has_functions for region in found.signature.regions] == [True]
+    _assert_equal(found, capture_divided(state, CaptureOptions())[0])
 
 
 def _deep(
@@ -363,7 +362,7 @@ def _deep(
 ) -> tuple[JointGraph, list[shorter.Chain]]:
     state = _state_of(Stack(PROGRAMS[name][0], loss, depth=12), torch.rand(4, WIDTH), monkeypatch)
     joint, _ = repeated.capture_graph(
-        replace(state, decompositions=InductorBackend().decompositions()), Manner()
+        replace(state, decompositions=InductorBackend().decompositions()), CaptureOptions()
     )
     return joint, joint.gm.meta["chains"]
 

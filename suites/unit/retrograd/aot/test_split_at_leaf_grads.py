@@ -11,8 +11,9 @@ from torch import fx, nn
 
 from benchmarks.allocator import allocator_peak_of
 from retrograd import aot
-from retrograd.aot.trace.structure import MOST_BLOCKS, cut_into_blocks
+from retrograd.aot.trace.structure import MOST_BLOCKS, divide
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
+from retrograd.graph.joint_graph import CaptureOptions
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -145,24 +146,25 @@ def chain(count: int) -> LiveGraph:
 def test_there_are_at_most_so_many_blocks(count: int) -> None:
     graph = chain(count)
     primals = {count + i: i for i in range(count)}
-    blocks = cut_into_blocks(graph, primals, range(count), dict.fromkeys(range(count), "all"), range(count))
-    numbers = [blocks[node][1] for node in range(count)]  # type: ignore[index]
-    assert numbers == sorted(numbers)
-    assert max(numbers) <= MOST_BLOCKS
-    assert count > MOST_BLOCKS or numbers == list(range(count))
+    regions = divide(graph, primals, CaptureOptions(split_at_leaf_grads=True), range(count)).regions
+    assert [node for region in regions for node in region.nodes] == list(range(count))
+    assert len(regions) <= MOST_BLOCKS + 1
+    assert count > MOST_BLOCKS or len(regions) == count
 
 
 def test_no_cut_changes_the_order_of_a_sum() -> None:
     """Node 0 gives to the last node and completes leaf A; nodes 1 and 2 also give to the last node."""
-    last, leaf_a, leaf_b = 3, 4, 5
+    last, leaf_a, leaf_b, leaf_c = 3, 4, 5, 6
     nodes = (
         LiveNode("n0", "n0", 9, (Edge(1, 0), Edge(last, 0), Edge(leaf_a, 0))),
         LiveNode("n1", "n1", 8, (Edge(2, 0), Edge(last, 0), Edge(leaf_b, 0))),
         LiveNode("n2", "n2", 7, (Edge(last, 0),)),
-        LiveNode("n3", "n3", 6, ()),
+        LiveNode("n3", "n3", 6, (Edge(leaf_c, 0),)),
         LiveNode("a", "a", 1 << 60, ()),
         LiveNode("b", "b", 1 << 60, ()),
+        LiveNode("c", "c", 1 << 60, ()),
     )
     graph = LiveGraph(nodes, (Edge(0, 0),), None)
-    blocks = cut_into_blocks(graph, {leaf_a: 0, leaf_b: 1}, range(4), dict.fromkeys(range(4), "all"), (0, 1))
-    assert [blocks[node] for node in range(4)] == [("all", 0), ("all", 0), ("all", 1), ("all", 1)]
+    primals = {leaf_a: 0, leaf_b: 1, leaf_c: 2}
+    structure = divide(graph, primals, CaptureOptions(split_at_leaf_grads=True), (0, 1, 2))
+    assert [region.nodes for region in structure.regions] == [(0, 1), (2, 3)]

@@ -9,6 +9,7 @@ import pytest
 from retrograd.aot.trace.structure import MOST_REGIONS, RegionNodes, Structure, divide
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, eager_walk
 from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.joint_graph import CaptureOptions
 
 LEAF = 2**64 - 1
 
@@ -25,7 +26,7 @@ def leaves_of(live: LiveGraph) -> dict[int, int]:
 
 
 def divided(live: LiveGraph, single: bool = False, sums_apart: bool = False) -> Structure:
-    return divide(live, leaves_of(live), single, sums_apart=sums_apart)
+    return divide(live, leaves_of(live), CaptureOptions(single, sums_apart=sums_apart))
 
 
 def text(structure: Structure) -> list[str]:
@@ -109,8 +110,8 @@ def test_visible_boundaries_come_first_as_given() -> None:
 
 def test_two_outputs_of_one_node_are_one_region() -> None:
     nodes = (LiveNode("unbind", "unbind", 1, (Edge(1, 0),)), LiveNode("x", "x", LEAF, ()))
-    structure = divide(LiveGraph(nodes, (Edge(0, 0), Edge(0, 1)), None), {1: 0})
-    assert structure.regions == (RegionNodes((0,), (0, 1), (Destination(0),)),)
+    structure = divide(LiveGraph(nodes, (Edge(0, 0), Edge(0, 1)), None), {1: 0}, CaptureOptions())
+    assert structure.regions == (RegionNodes((0,), (0, 1), {(0, 0): Destination(0)}),)
     assert structure.order == (BackwardStep(0), BackwardStep(0, True))
 
 

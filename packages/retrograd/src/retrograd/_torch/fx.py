@@ -12,7 +12,7 @@ owns the graph: a deep model's backward has tens of thousands of nodes, and thes
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from retrograd.graph.emit import Boxed, boxed_calls
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph, Summary
+from retrograd.graph.reach import origins
 
 #: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer
 #: to nothing outside of their graph; and one that does refer to something.
@@ -175,8 +176,13 @@ def is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+    return "dropout_p" not in names or bool(_arguments(node).get("dropout_p", 0.0) != 0.0)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call of an operator is given, by the names of its schema; without defaults."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -282,13 +288,34 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op != "call_function" or target in _SYMBOLIC:
         return []
+    inputs: list[fx.Node] = node.all_input_nodes
     if isinstance(target, torch._ops.OpOverload):
-        declared = any(given.alias_info is not None for given in target._schema.returns)
-        declared = declared or target in _UNDECLARED_ALIASES
-        declared = declared or torch.Tag.maybe_aliasing_or_mutating in target.tags
-        if not (declared or is_wait(node)):
+        if any(returned.alias_info is not None for returned in target._schema.returns):
+            given, inputs = _arguments(node), []
+            shared = [one.name for one in target._schema.arguments if one.alias_info is not None]
+            map_arg([given.get(name) for name in shared], inputs.append)
+        elif not (
+            target in _UNDECLARED_ALIASES
+            or torch.Tag.maybe_aliasing_or_mutating in target.tags
+            or is_wait(node)
+        ):
             return []
-    return [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
+    return [value for value in inputs if isinstance(value.meta.get("val"), _MAY_HOLD_MEMORY)]
+
+
+def memory_owners(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each of `nodes`, which come in order, those whose memory its value shares; itself if it has its
+    own."""
+    return origins(nodes, bases_of)
+
+
+def bases_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the value of the call is known to share. Calls of higher order make memory of
+    their own, and so has each of several results, unless the call shares memory, as ``split`` does."""
+    bases = aliased_inputs(node)
+    if node.target is getitem:
+        return bases if bases and bases_of(bases[0]) else []
+    return bases if is_operator_overload(node.target) else []
 
 
 def is_collective(node: fx.Node) -> bool:

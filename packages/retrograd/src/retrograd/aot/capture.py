@@ -40,14 +40,14 @@ from retrograd._torch.trace import (
 )
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.parts import leaves_sharing
-from retrograd.aot.trace.analyse import analyse
-from retrograd.aot.trace.differentiate import Manner, differentiate
+from retrograd.aot.trace.analyse import Analysis
+from retrograd.aot.trace.differentiate import differentiate
 from retrograd.aot.trace.enter import EntryPlan, Inputs
 from retrograd.aot.trace.structure import Structure
 from retrograd.config import SWITCH, checked
 from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
-from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, Region, rendered
-from retrograd.graph.joint_graph import CaptureState, JointValues
+from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, rendered
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
 from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
 from retrograd.passes.aten.remove_dead_code import remove_dead_code
@@ -140,27 +140,29 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    manner = Manner(single_region, split_at_leaf_grads, sums_apart, layouts, backward_autocast)
-    return capture_divided(state, manner)[0]
+    options = CaptureOptions(single_region, split_at_leaf_grads, sums_apart, layouts, backward_autocast)
+    return capture_divided(state, options)[0]
 
 
 def capture_divided(
-    state: CaptureState, manner: Manner, first: FirstRun | None = None
+    state: CaptureState, options: CaptureOptions, first: FirstRun | None = None
 ) -> tuple[JointGraph, Structure]:
     """The same, with the division of eager's autograd graph. The run of the function is followed by `first`,
     which may finish it eagerly."""
     call, leaves = state.call, [leaf.value for leaf in state.leaves]
     with call.unchanged(leaves, first) if isinstance(call, FlatCall) else nullcontext():
         found: tuple[JointGraph, Structure] = outside_of_graph_task(
-            lambda: _captured(state, manner, first), False
+            lambda: _captured(state, options, first), False
         )
     return found
 
 
-def _captured(state: CaptureState, manner: Manner, first: FirstRun | None) -> tuple[JointGraph, Structure]:
+def _captured(
+    state: CaptureState, options: CaptureOptions, first: FirstRun | None
+) -> tuple[JointGraph, Structure]:
     plan = EntryPlan()
     while True:
-        attempt = _Attempt(state, plan, manner, first)
+        attempt = _Attempt(state, plan, options, first)
         read_anew(state.fake_mode)
         checks = checks_known(state.fake_mode)
         try:
@@ -182,7 +184,7 @@ def _captured(state: CaptureState, manner: Manner, first: FirstRun | None) -> tu
                 way_out="call it eagerly, or keep the part that cannot be captured out of the function",
             ) from error
         if attempt.leaves_gaps:
-            manner = replace(manner, split_at_leaf_grads=False)
+            options = replace(options, split_at_leaf_grads=False)
             continue
         if attempt.amended == plan:
             return attempt.result(gm), attempt.backward.structure
@@ -195,7 +197,7 @@ class _Attempt:
 
     state: CaptureState
     plan: EntryPlan
-    manner: Manner
+    options: CaptureOptions
     first: FirstRun | None
     leaves_gaps: bool = False
 
@@ -208,7 +210,7 @@ class _Attempt:
             # A pytree would make a tuple of a size.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             flat = [*map(inputs.as_traced, flat)]
-            self.analysis = analyse(inputs, flat)
+            self.analysis = Analysis(inputs, flat)
             changed = {inputs.primals[update.primal].leaf for update in self.analysis.updates}
             self.amended = inputs.with_aliases(self.plan.amended(self.state, changed))
             if self.amended != self.plan:
@@ -216,16 +218,16 @@ class _Attempt:
             before = inputs.mutations(flat)
             for value in self.analysis.values:
                 value.parts()  # views are taken anew of what was changed: that is no part of the backward
-            self.backward = differentiate(tracer, inputs, self.analysis, self.manner)
+            self.backward = differentiate(tracer, inputs, self.analysis, self.options)
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")
-            self.leaves_gaps = self.manner.split_at_leaf_grads and self.backward.leaves_gaps()
+            self.leaves_gaps = self.options.split_at_leaf_grads and self.backward.leaves_gaps()
             values = [*self.analysis.values, *self.backward.stand_ins]
             return [*(part for value in values for part in value.parts()), *self.backward.parts()]
 
     def result(self, gm: fx.GraphModule) -> JointGraph:
         values = tuple(
-            replace(value.described(), boundary=self.backward.boundary_of(number))
+            value.described(self.backward.boundary_of(number))
             for number, value in enumerate([*self.analysis.values, *self.backward.stand_ins])
         )
         gm.meta["signature"] = signature = self._signature(values)
@@ -241,15 +243,10 @@ class _Attempt:
             outputs=self.analysis.outputs,
             out_spec=self.out_spec,
             gradients=self.backward.wrappings(),
-            undefined_matters=frozenset(self.backward.undefined_matters),
-            with_functions=frozenset(self.backward.with_functions),
-            saving=frozenset(self.backward.saving),
             by_dtype=frozenset(self.backward.by_dtype),
             shared=leaves_sharing(gm, signature, self.inputs.primals),
             entered_as=self.plan.entered_as,
-            is_single_region=self.manner.single_region,
-            sums_apart=self.manner.sums_apart,
-            hooked_leaves=self.backward.hooked_leaves,
+            options=self.options,
             offsets_matter=self.inputs.reads_offsets,
             reenters=self.inputs.reenters,
         )
@@ -266,15 +263,14 @@ class _Attempt:
             for boundary, wrapping in self.backward.cotangents
             for part in range(wrapping.count)
         ]
-        visible = len(self.backward.visible)
         return JointSignature(
             inputs=(*self.inputs.roles, *cotangents),
             outputs=(*forward, *self.backward.roles()),
             boundaries=tuple(
-                Boundary(value, number < visible)
+                Boundary(value, number < self.backward.visible)
                 for number, value in enumerate(self.backward.boundary_values)
             ),
-            regions=tuple(Region(region.roots, region.destinations) for region in structure.regions),
+            regions=tuple(self.backward.regions),
             order=structure.order,
         )
 

@@ -26,7 +26,6 @@ from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lower_half import announce
 from retrograd.aot.run.record_half import lower_half
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import Half
 from retrograd.backends.registry import find_backend
@@ -34,7 +33,7 @@ from retrograd.config import SWITCH, Config, check, checked
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
-from retrograd.graph.joint_graph import CaptureState, Leaf, Partition, SavedKind
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, Leaf, Partition, SavedKind
 from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
 from retrograd.report import GraphReport, Report, process_report
@@ -273,7 +272,7 @@ def _captured(
     state: CaptureState, config: Config, split_at_leaf_grads: bool, first: FirstRun | None
 ) -> JointGraph:
     is_exact = not find_backend(config.backend).traces
-    manner = Manner(config.single_region, split_at_leaf_grads, sums_apart=is_exact)
+    manner = CaptureOptions(config.single_region, split_at_leaf_grads, sums_apart=is_exact)
     if isinstance(state.call, GraphCall):
         joint, _ = capture_graph(state, manner)
     else:

@@ -36,7 +36,7 @@ from retrograd.errors import (
     first_line,
 )
 from retrograd.graph.joint import verify_joint
-from retrograd.graph.joint_graph import CaptureState, JointValues
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
 from retrograd.passes.aten import PassReport
 from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 from retrograd.version import VERSION
@@ -53,8 +53,12 @@ _FILE = (
 
 #: what of a joint graph is written as it is.
 FIELDS = tuple(
-    one.name for one in fields(JointValues) if one.name not in ("state", "gm", "out_spec", "offsets_matter")
+    one.name
+    for one in fields(JointValues)
+    if one.name not in ("state", "gm", "out_spec", "offsets_matter", "options")
 )
+#: what of the `CaptureOptions`. What else there is matters only to a capture, and a file holds no function.
+_OPTIONS = ("single_region", "split_at_leaf_grads", "sums_apart")
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
@@ -100,6 +104,7 @@ def serialize_trace(joint: JointValues, writer: Writer) -> dict[str, Any]:
         _written(writer, f"output {number}", plan)  # whose number an error names
     return {
         "out_spec": _written_spec(writer, "outputs", joint.out_spec),
+        "options": writer.write(tuple(getattr(joint.options, name) for name in _OPTIONS)),
         **{name: _written(writer, name, getattr(joint, name)) for name in FIELDS},
     }
 
@@ -150,7 +155,8 @@ def read_trace(written: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
         Exception: it is nothing that was written so.
     """
     found = {name: reader.read(written[name]) for name in FIELDS}
-    return {**found, "out_spec": _read_spec(reader, written["out_spec"])}
+    options = CaptureOptions(*reader.read(written["options"]))
+    return {**found, "out_spec": _read_spec(reader, written["out_spec"]), "options": options}
 
 
 def _read_spec(reader: Reader, written: Any) -> TreeSpec:

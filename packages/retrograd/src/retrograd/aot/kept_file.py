@@ -37,7 +37,7 @@ def serialize_partition(made: Partition) -> bytes:
         ExportError: likewise, in a graph.
     """
     joint: Any = made.joint
-    if joint.hooked_leaves or joint.reports:
+    if joint.options.split_at_leaf_grads or joint.reports:
         raise Refusal("unwritable", "what depends on hooks, or on passes")
     writer = Writer()
     head = {

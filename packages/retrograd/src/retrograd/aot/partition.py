@@ -32,6 +32,7 @@ from retrograd.aot.parts import (
     extract,
     finished_backward,
     finished_forward,
+    gradients_of,
     is_backward,
     is_number,
     memory_of,
@@ -43,7 +44,7 @@ from retrograd.aot.released import released
 from retrograd.aot.saved import choose_saved
 from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
-from retrograd.graph.joint import Cotangent, Gradient
+from retrograd.graph.joint import Cotangent, output_values
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
 from retrograd.graph.reach import reached
 
@@ -83,15 +84,13 @@ class _Division:
 
     def partition(self) -> Partition:
         gm, signature = self.joint.gm, self.joint.signature
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        results: Sequence[Any] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-        count = len(signature.primals)
-        self.primals, self.cotangents = placeholders[:count], placeholders[count:]
-        self.forward_results = list(results[: signature.forward_count])
-        wanted: list[list[Any]] = [[] for _ in signature.regions]
-        for node, role in zip(results, signature.outputs, strict=True):
-            if isinstance(role, Gradient):
-                wanted[role.region].append(node)
+        inputs, count = gm.graph.find_nodes(op="placeholder"), len(signature.primals)
+        self.primals, self.cotangents = inputs[:count], inputs[count:]
+        self.forward_results = list(output_values(gm.graph)[: signature.forward_count])
+        changed = {update.primal for update in self.joint.updates}
+        roles = zip(self.primals, signature.primals, strict=True)
+        self.changed = {node for node, role in roles if role.index in changed}
+        wanted = [gradients_of(self.joint, number) for number in range(len(signature.regions))]
         self._replay_random_numbers([node for nodes in wanted for node in nodes])
         reads = [
             self._with_symbols(self._read(nodes), self._cotangents_of(number))
@@ -115,7 +114,14 @@ class _Division:
         def computed_of(node: fx.Node) -> Sequence[fx.Node]:
             if node in cotangents or is_saved(node):
                 return ()
-            _refuse_effect(node)
+            if is_mutating(node) and not is_backward(node):
+                raise VerificationError.because(
+                    "partition-law",
+                    f"{node.target} changes something in place and would run again in the backward",
+                    "aot.partition",
+                    node=node.name,
+                    way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
+                )
             return self.instead.get(node, node).all_input_nodes
 
         found = reached((node for node in wanted if isinstance(node, fx.Node)), computed_of)
@@ -160,48 +166,42 @@ class _Division:
         results = self._own_memory()
         extra: list[fx.Node] = []
         described = []
-        owners = {self.memory.owner[node] for node in (*self.memory.primals, *self.memory.outputs)}
-        changed = self._changed_primals()
+        taken = self.memory.of(*self.memory.primals, *self.memory.outputs)
         places = {
             node: place for place, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)
         }
         for node in saved:
-            by_eager = self.memory.owner.get(node, node) in self.memory.kept_by_eager
+            owners = self.memory.of(node)
+            by_eager = not owners.isdisjoint(self.memory.kept_by_eager)
             value = node.meta.get("val")
             is_copy = node in self.copies
-            if node in self.memory.primals and node not in changed and not is_copy:
+            if node in self.memory.primals and node not in self.changed and not is_copy:
                 kind, place, is_view = SavedKind.PRIMAL, self.memory.primals[node], False
             elif node in places and not is_copy:
                 kind, place, is_view = SavedKind.OUTPUT, places[node], False
             else:
                 kind, place = SavedKind.INTERMEDIATE, len(results) + len(extra)
-                owner = self.memory.owner.get(node, node)
-                is_own = is_copy or owner in changed
+                is_own = is_copy or not owners.isdisjoint(self.changed)
                 if node in places:
                     results[places[node]] = copied_call(node)
                 extra.append(copied_call(node) if is_own and node not in places else node)
-                is_view = owner in owners and not is_own
-                owners.add(owner)
+                is_view = not (is_own or taken.isdisjoint(owners))
+                taken |= owners
             described.append(Saved(node.name, kind, place, value, by_eager, is_view))
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return finished_forward(forward, len(results)), tuple(described)
 
-    def _changed_primals(self) -> set[fx.Node]:
-        numbers = {update.primal for update in self.joint.updates}
-        roles = self.joint.signature.inputs
-        return {node for node, place in self.memory.primals.items() if roles[place].index in numbers}  # type: ignore[union-attr]
-
     def _own_memory(self) -> list[Any]:
         """Forward results; those that are a primal itself, or one another, are copied."""
-        taken = {self.memory.owner[node] for node in self.primals}
+        taken = self.memory.of(*self.primals)
         results = list(self.forward_results)
         for place, node in enumerate(results):
             if isinstance(node, fx.Node) and not is_number(node):
-                owner = self.memory.owner[node]
-                if owner in taken:
+                owners = self.memory.of(node)
+                if not taken.isdisjoint(owners):
                     results[place] = copied_call(node)
-                taken.add(owner)
+                taken |= owners
         return results
 
     def _backward(
@@ -241,34 +241,20 @@ class _Division:
 
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
-        memory, changed = self.memory, self._changed_primals()
-        owners = [memory.owner.get(value) for value in read_by_backward(self.joint.gm, number)]
+        memory = self.memory
+        visible = {*memory.primals, *memory.outputs}
+        owners = [one for value in read_by_backward(self.joint.gm, number) for one in memory.of(value)]
         kept = [owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)]
-        visible = [memory.owner[node] for node in (*memory.primals, *memory.outputs)]
-        kept += [n for n in visible if number in n.meta.get(KEPT_FOR, ())]
-        itself = {node for node in (*memory.primals, *memory.outputs) if node not in self.copies}
-        covered = {memory.owner[node] for node in read if node in itself}
+        kept += [one for node in visible for one in memory.of(node) if number in one.meta.get(KEPT_FOR, ())]
+        covered = memory.of(*(node for node in read if node in visible and node not in self.copies))
         checked = []
         for owner in dict.fromkeys(kept):
-            if owner in covered or owner in changed:
+            if owner in covered or owner in self.changed:
                 continue
             example = owner.meta.get("val")
             if owner in memory.primals:
                 checked.append(Saved(owner.name, SavedKind.PRIMAL, memory.primals[owner], example, True))
             for output, place in memory.outputs.items():
-                if memory.owner[output] is owner and owner not in memory.primals:
+                if owner in memory.of(output) and owner not in memory.primals:
                     checked.append(Saved(output.name, SavedKind.OUTPUT, place, example, True))
         return tuple(checked)
-
-
-def _refuse_effect(node: fx.Node) -> None:
-    if is_backward(node) or node.op != "call_function":
-        return
-    if is_mutating(node):
-        raise VerificationError.because(
-            "partition-law",
-            f"{node.target} changes something in place and would run again in the backward",
-            "aot.partition",
-            node=node.name,
-            way_out="mark it CheckpointPolicy.MUST_SAVE in node.meta['recompute']",
-        )

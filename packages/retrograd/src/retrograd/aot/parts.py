@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,9 +25,8 @@ from retrograd._torch.fx import (
     depends_on_data,
     has_effect,
     is_mutating,
-    is_operator_overload,
     lazy_graph_module,
-    schema_of,
+    memory_owners,
 )
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
@@ -72,31 +71,34 @@ class Memory:
     """Sharing of memory in one joint graph.
 
     Attributes:
-        owner: by node, the node whose memory it shows; itself if it has its own.
+        owners: by node, the nodes whose memory it may share; itself if it has its own.
         primals, outputs: placeholders and forward outputs, by node their number. (A node may be given twice.)
         kept_by_eager: owners of which the backward half reads some alias: eager keeps them.
     """
 
-    owner: Mapping[fx.Node, fx.Node]
+    owners: Mapping[fx.Node, frozenset[fx.Node]]
     primals: Mapping[fx.Node, int]
     outputs: Mapping[fx.Node, int]
     kept_by_eager: frozenset[fx.Node]
 
+    def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
+        """The owners of all memory that `nodes` share; a node that is new to the graph has its own."""
+        return frozenset[fx.Node]().union(*(self.owners.get(node, (node,)) for node in nodes))
+
     @cached_property
-    def visible(self) -> frozenset[fx.Node]:
-        """Owners that the user can reach, and so change."""
-        return frozenset(self.owner[node] for node in (*self.primals, *self.outputs))
+    def unkept(self) -> frozenset[fx.Node]:
+        """Owners that the user can reach, and so change, and that eager does not keep."""
+        return self.of(*self.primals, *self.outputs) - self.kept_by_eager
 
     def is_forbidden(self, node: fx.Node) -> bool:
-        """Whether keeping the value would make the backward depend on memory that the user may change and on
-        which eager's backward does not depend."""
-        owner = self.owner[node]
-        return owner in self.visible and owner not in self.kept_by_eager and not is_number(node)
+        """Whether saving the value is unsafe: the user may overwrite its memory, and eager would not have
+        saved it."""
+        return not self.unkept.isdisjoint(self.owners[node]) and not is_number(node)
 
 
 def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     """Follow views through the graph of `gm`."""
-    owner = _owners(gm.graph)
+    owners = memory_owners(gm.graph.nodes)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
     results, count = output_values(gm.graph), signature.forward_count
@@ -106,36 +108,14 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
             outputs.setdefault(node, i)
     inside = {node for node in gm.graph.nodes if is_again(node) and "ac_graph_id" in node.meta}
     numbers = {node.meta.get("seq_nr") for node in inside}
-    kept = {
-        owner[value]
+    kept = [
+        value
         for value in read_by_backward(gm)
         if value not in inside  # what a checkpoint computes is kept for what is outside of it only
         or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
-    }
-    kept |= {owner[node] for node in results[count:] if isinstance(node, fx.Node)}
-    return Memory(owner, primals, outputs, frozenset(kept))
-
-
-def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory it shows."""
-    owner: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        base = viewed(node)
-        owner[node] = node if base is None else owner[base]
-    return owner
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a call's result shows."""
-    if node.op != "call_function" or not is_operator_overload(node.target):
-        return None
-    schema = schema_of(node.target)
-    if not any(result.alias_info is not None for result in schema.returns):
-        return None
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and isinstance(value, fx.Node):
-            return value
-    return None
+    ]
+    kept += [node for node in results[count:] if isinstance(node, fx.Node)]
+    return Memory(owners, primals, outputs, frozenset[fx.Node]().union(*(owners[node] for node in kept)))
 
 
 def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
@@ -144,14 +124,22 @@ def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
     return [node for node, role in roles if isinstance(role, Gradient) and role.region == region]
 
 
+def elements_read(wanted: Iterable[fx.Node], given: Collection[str] = ()) -> list[fx.Node]:
+    """Of whose elements, not only sizes, `wanted` is made, if nodes of the names in `given` are known."""
+
+    def unknown(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node.name not in given]
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        is_size = is_number(node) and not depends_on_data(node)
+        return unknown(filter(is_number, node.all_input_nodes) if is_size else node.all_input_nodes)
+
+    return list(reached(unknown(wanted), following))
+
+
 def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
     """Numbers of the primals of whose elements, not only of their sizes, `wanted` are computed."""
-
-    def following(node: fx.Node) -> Sequence[fx.Node]:
-        is_size = is_number(node) and not depends_on_data(node)
-        return list(filter(is_number, node.all_input_nodes)) if is_size else node.all_input_nodes
-
-    found = reached(wanted, following)
+    found = set(elements_read(wanted))
     inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
     return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
 
@@ -159,16 +147,18 @@ def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
 def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Sequence[Any]) -> frozenset[int]:
     """Numbers of the leaves whose gradient lies in memory that the backward reads too, or gives to others: a
     hook that changes the gradient in place changes it for them."""
-    owner = _owners(gm.graph)
-    reading = [node for node in gm.graph.nodes if owner[node] is node and node.op != "output"]
-    readers = Counter(owner[value] for node in reading for value in node.all_input_nodes)
+    owners = memory_owners(gm.graph.nodes)
+    reading = [node for node in gm.graph.nodes if node in owners[node] and node.op != "output"]
     roles = [*zip(output_values(gm.graph), signature.outputs, strict=True)]
-    given = [(owner[node], role.of) for node, role in roles if isinstance(role, Gradient)]
-    readers.update(memory for memory, _ in given)
+    given = [(node, role.of) for node, role in roles if isinstance(role, Gradient)]
+    read = [value for node in reading for value in node.all_input_nodes] + [node for node, _ in given]
+    readers = Counter(owner for value in read for owner in owners[value])
     return frozenset(
         there.index
-        for memory, there in given
-        if readers[memory] > 1 and not there.is_boundary and primals[there.index].is_leaf
+        for node, there in given
+        if not there.is_boundary
+        and primals[there.index].is_leaf
+        and any(readers[owner] > 1 for owner in owners[node])
     )
 
 
@@ -263,10 +253,7 @@ def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
             users = {user for read in node.all_input_nodes for user in read.users if user in needed}
             first = min((place[user] for user in users), default=len(graph.nodes))
             place[node] = max(behind, default=first)
-    output = graph.output_node()
-    for node in sorted(graph.nodes, key=place.__getitem__):
-        if node is not output:
-            output.prepend(node)
+    _put_in_order(graph, place)
     gm.recompile()
     return gm
 
@@ -283,27 +270,28 @@ def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compute_again_late(graph: fx.Graph) -> None:
-    """Change the order of `graph` in place."""
+    """Change the order of `graph` in place: what is computed again stands before its first use, and results
+    of one call stay together."""
     waiting = {
-        node: i
-        for i, node in enumerate(graph.nodes)
+        node
+        for node in graph.nodes
         if node.op == "call_function" and not is_backward(node) and not has_effect(node)
     }
     if not waiting:
         return
-    for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr") or node in waiting:
-            continue
-        for needed in sorted(_needed_by(node, waiting), key=waiting.__getitem__):
-            node.prepend(needed)
-            del waiting[needed]
+    place = {node: (i, 1) for i, node in enumerate(graph.nodes)}
+    for node in reversed(graph.nodes):
+        if node in waiting and node.users:
+            place[node] = min(place[user] for user in node.users)[0], 0
+    for node in graph.nodes:
+        if node in waiting and node.target is operator.getitem and node.args[0] in waiting:
+            place[node] = place[node.args[0]]
+    _put_in_order(graph, place)
 
 
-def _needed_by(node: fx.Node, waiting: dict[fx.Node, int]) -> set[fx.Node]:
-    """What of `waiting` has to stand before the node; results of one call stay together."""
-
-    def before(value: fx.Node) -> list[fx.Node]:
-        together = (user for user in value.users if user.target is operator.getitem)
-        return [needed for needed in (*value.all_input_nodes, *together) if needed in waiting]
-
-    return set(reached((value for value in node.all_input_nodes if value in waiting), before))
+def _put_in_order(graph: fx.Graph, place: Mapping[fx.Node, Any]) -> None:
+    """Sort the nodes by `place`; those of one place stay in their order."""
+    output = graph.output_node()
+    for node in sorted(graph.nodes, key=place.__getitem__):
+        if node is not output:
+            output.prepend(node)

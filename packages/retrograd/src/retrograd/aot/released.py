@@ -15,7 +15,7 @@ again, `PutBack`, which gives the nodes of that run what eager's would have save
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from retrograd._torch.operators import errors_by_value
 from retrograd._torch.state import without_autocast
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import JointTracer, bytes_of, plain
-from retrograd.aot.parts import extract, is_number
+from retrograd.aot.parts import elements_read, extract, is_number
 from retrograd.aot.trace.enter import Inputs
 from retrograd.backends.registry import EagerBackend
 from retrograd.errors import CaptureError
@@ -156,7 +156,7 @@ def released(
     for number, backward in enumerate(backwards):
         entries = [saved[i] for i in backward.saved]
         below = [node for save, node in wanted.items() if number in save.regions]
-        read = _read(below, {entry.name for entry in entries})
+        read = elements_read(below, {entry.name for entry in entries})
         if any(map(has_effect, read)):
             return frozenset()
         left -= {numbers[node.target] for node in read if node.target in numbers}
@@ -168,18 +168,6 @@ def _saved_by_eager(joint: JointValues) -> dict[NodeSave, fx.Node]:
     """What eager's nodes save, and the calls that make it."""
     saves = joint.gm.meta["releasable"].saves
     return {saves[i]: node for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())}
-
-
-def _read(wanted: Iterable[fx.Node], given: Collection[str]) -> list[fx.Node]:
-    """Of whose elements, not only sizes, `wanted` is made, if nodes of the names in `given` are known."""
-
-    def unknown(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        return [node for node in nodes if node.name not in given]
-
-    def following(node: fx.Node) -> list[fx.Node]:
-        return [] if is_number(node) and not depends_on_data(node) else unknown(node.all_input_nodes)
-
-    return list(reached(unknown(wanted), following))
 
 
 class PutBack:

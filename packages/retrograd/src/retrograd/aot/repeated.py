@@ -43,11 +43,10 @@ from retrograd.aot.modules import ModuleState
 from retrograd.aot.parts import CHAINS, extract
 from retrograd.aot.shorter import FEWEST, Chain
 from retrograd.aot.state import state_of_flat
-from retrograd.aot.trace.differentiate import Manner
 from retrograd.aot.trace.structure import Structure
 from retrograd.errors import CaptureError, Refusal
 from retrograd.graph.joint import Gradient, PrimalKind, output_values
-from retrograd.graph.joint_graph import CaptureState, ComputedOutput
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOutput
 from retrograd.graph.structure import structure_of, token_of
 from retrograd.repeats.borders import boundary_costs, last_use
 from retrograd.repeats.divide import find_repeats
@@ -79,7 +78,7 @@ class GraphCall:
             return run_graph(self.gm, values[count:], self.graph)
 
 
-def capture_graph(state: CaptureState, manner: Manner) -> tuple[JointGraph, Structure]:
+def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGraph, Structure]:
     """As `capture_divided`, of a state that calls a `GraphCall`."""
     call: GraphCall = state.call  # type: ignore[assignment]
     kinds = _traced_kinds(state, call.gm) if _may_repeat(state, manner) else []
@@ -100,7 +99,7 @@ def capture_graph(state: CaptureState, manner: Manner) -> tuple[JointGraph, Stru
     return capture_divided(state, manner)
 
 
-def _may_repeat(state: CaptureState, manner: Manner) -> bool:
+def _may_repeat(state: CaptureState, manner: CaptureOptions) -> bool:
     """Whether copies may be written. What a call may let go of, and where gradients of leaves are handed
     over, is told of eager's own autograd nodes."""
     inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
@@ -189,7 +188,7 @@ class _Kind:
             for leaf, node, one in zip(state.leaves, run.inputs, fakes, strict=True)
         ]
         state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
-        manner = Manner(sums_apart=True, layouts={} if strides is None else {0: strides})
+        manner = CaptureOptions(sums_apart=True, layouts={} if strides is None else {0: strides})
         try:
             return _written_down(*capture_divided(state, manner), modes[-1])
         except (CaptureError, Refusal):
@@ -239,9 +238,9 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
         contributed=tuple([there.index for there in sends.values()]),
         steps=tuple(map(tuple, steps.values())),
         kept=tuple([notes.number_of(node) for node in graph.nodes if KEPT_FOR in node.meta]),
-        saves=bool(joint.saving),
-        has_functions=bool(joint.with_functions),
-        undefined_matters=bool(joint.undefined_matters),
+        saves=any(region.saves for region in joint.signature.regions),
+        has_functions=any(region.has_functions for region in joint.signature.regions),
+        undefined_matters=any(region.undefined_matters for region in joint.signature.regions),
     )
 
 

@@ -22,6 +22,7 @@ from retrograd._torch.subclass import PLAIN
 from retrograd._torch.tensor import is_lazy
 from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import JointValues, Partition, Update
+from retrograd.graph.reach import origins
 
 
 def writing_ahead(partition: Partition) -> Partition:
@@ -71,17 +72,10 @@ def _simple(joint: JointValues) -> list[Update]:
 
 
 def _last_reads(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
-    """By input, the last call that may read its memory, itself or through views, also such as stand in lists:
-    `memory_of` does not look into these."""
-    owners: dict[fx.Node, set[fx.Node]] = {node: {node} for node in graph.find_nodes(op="placeholder")}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        for owner in set().union(*(owners.get(value, ()) for value in node.all_input_nodes)):
-            last[owner] = node
-        owners[node] = set().union(*(owners.get(value, ()) for value in aliased_inputs(node)))
-    return last
+    """By value that owns memory, the last call that may read it, directly or through a view."""
+    owners = origins(graph.nodes, aliased_inputs)
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    return {owner: node for node in calls for value in node.all_input_nodes for owner in owners[value]}
 
 
 def _is_written_as_it_is(value: fx.Node, target: fx.Node) -> bool:

@@ -122,15 +122,13 @@ def boxed_calls(
         root: has the constants that ``get_attr`` nodes name.
     """
     emit = Emitter("run(args)")
-    reads = [(-1, inputs), *((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))]
     returned: list[fx.Node] = []
     fx.node.map_arg(results, returned.append)
-    dying = last_uses([*reads, (len(calls), returned)])
+    kept, read = set(returned), {value for node in calls for value in node.all_input_nodes}
     emit.unpack(inputs, "args")
     emit.line("args.clear()")
-    emit.let_go(dying.get(-1, ()))
-    let_go = [value for i in range(len(calls)) for value in dying.get(i, ())]
-    emit_calls(emit, calls, let_go, root)
+    emit.let_go(value for value in inputs if value not in read and value not in kept)
+    emit_calls(emit, calls, [value for value in (*inputs, *calls) if value not in kept], root)
     emit.line(f"return {emit.expression(results)}")
     return emit.function()
 

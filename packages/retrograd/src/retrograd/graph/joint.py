@@ -12,9 +12,9 @@ destinations: primals, or boundaries further down. A function with one output ha
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -135,10 +135,19 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of eager's autograd graph that runs as one node."""
+    """A part of eager's autograd graph that runs as one node.
+
+    Attributes:
+        has_functions: whether there is a Function in it: it makes gradients of an undefined one.
+        undefined_matters: whether a cotangent that is undefined is not the same as zeros.
+        saves: whether eager saves tensors for it: once these are freed, a backward is an error.
+    """
 
     roots: tuple[int, ...]
     destinations: tuple[Destination, ...]
+    has_functions: bool = False
+    undefined_matters: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,18 +207,6 @@ def bits_of(boundaries: Iterable[int]) -> int:
 _COPY = torch.ops.aten.copy_.default
 
 
-@dataclass(frozen=True)
-class OutputKind:
-    """What callers rely on of one output: its dtype and sizes (as text, so that symbolic ones get no
-    guard)."""
-
-    dtype: torch.dtype
-    sizes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(self.sizes)}]"
-
-
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     """What the graph returns: nodes, and constants such as None."""
     (values,) = graph.output_node().args
@@ -222,16 +219,17 @@ def output_examples(graph: fx.Graph) -> list[Any]:
     return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
 
 
-def output_kinds(graph: fx.Graph) -> tuple[OutputKind | None, ...]:
-    """One entry per output; None where the graph's metadata knows no tensor."""
-    return tuple(_kind(value) for value in output_values(graph))
+def output_kinds(graph: fx.Graph) -> tuple[str | None, ...]:
+    """What callers rely on of each output: its dtype and sizes, as text, so that symbolic ones get no guard;
+    None where the graph's metadata knows no tensor."""
+    return tuple(map(_kind, output_values(graph)))
 
 
-def _kind(value: Any) -> OutputKind | None:
+def _kind(value: Any) -> str | None:
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(tensor, torch.Tensor):
         return None
-    return OutputKind(tensor.dtype, tuple(str(size) for size in tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
 
 
 def verify_joint(
@@ -239,7 +237,7 @@ def verify_joint(
     signature: JointSignature,
     stage: str,
     passes_so_far: Sequence[str] = (),
-    kinds: Sequence[OutputKind | None] | None = None,
+    kinds: Sequence[str | None] | None = None,
 ) -> None:
     """Check the laws of a joint graph.
 
@@ -250,91 +248,71 @@ def verify_joint(
     Raises:
         VerificationError: a law is broken.
     """
-    law = _Law(stage, tuple(passes_so_far))
-    law.well_formed(gm)
-    law.complete(gm.graph, signature)
-    law.divided(gm.graph, signature)
-    law.functional(gm.graph, signature)
-    if kinds is not None:
-        law.alike(gm.graph, signature, kinds)
-
-
-@dataclass(frozen=True)
-class _Law:
-    stage: str
-    passes: tuple[str, ...]
-
-    def well_formed(self, gm: fx.GraphModule) -> None:
-        try:
-            gm.graph.lint()
-        except Exception as error:
-            self._broken("lint", f"the graph is not well formed: {error}", cause=error)
-        last = next(iter(reversed(gm.graph.nodes)), None)
-        if last is None or last.op != "output":
-            self._broken("lint", "the graph has no output at its end")
-
-    def complete(self, graph: fx.Graph, signature: JointSignature) -> None:
-        placeholders = graph.find_nodes(op="placeholder")
-        if len(placeholders) != len(signature.inputs):
-            missing = signature.inputs[len(placeholders) :]
-            text = f"{len(placeholders)} placeholders where the signature has {len(signature.inputs)} inputs"
-            self._broken("inputs", text, role=str(missing[0]) if missing else "")
-        outputs = output_values(graph)
-        if len(outputs) != len(signature.outputs):
-            lacking = signature.outputs[len(outputs) :]
-            text = f"{len(outputs)} outputs where the signature has {len(signature.outputs)}"
-            self._broken("outputs", text, role=str(lacking[0]) if lacking else "")
-
-    def divided(self, graph: fx.Graph, signature: JointSignature) -> None:
-        reaching = cotangents_reaching(graph, signature)
-        for value, role in zip(output_values(graph), signature.outputs, strict=True):
-            allowed = bits_of(signature.regions[role.region].roots) if isinstance(role, Gradient) else 0
-            outside = reaching.get(value, 0) & ~allowed
-            if outside:
-                found = ", ".join(str(i) for i in range(outside.bit_length()) if outside >> i & 1)
-                text = f"{role} depends on the cotangent of boundary {found}"
-                is_gradient = isinstance(role, Gradient)
-                why = "which is no root of its region" if is_gradient else "and belongs to the forward"
-                self._broken("dependence", f"{text}, {why}", node=value, role=str(role))
-
-    def functional(self, graph: fx.Graph, signature: JointSignature) -> None:
-        roles = dict(zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True))
-        at_end = True
-        for node in reversed(graph.nodes):
-            schema = getattr(node.target, "_schema", None)
-            is_mutating = node.op == "call_function" and schema is not None and schema.is_mutable
-            into = roles.get(node.args[0]) if node.target is _COPY else None
-            if is_mutating and not (at_end and isinstance(into, Primal)):
-                text = f"{node.target} changes a tensor in place"
-                self._broken("mutation", text, node=node, role=str(into or ""))
-            at_end = at_end and (is_mutating or node.op == "output")
-
-    def alike(self, graph: fx.Graph, signature: JointSignature, before: Sequence[OutputKind | None]) -> None:
-        outputs = zip(output_values(graph), signature.outputs, before, strict=True)
-        for value, role, expected in outputs:
-            if expected is None:
-                continue
-            found = _kind(value)
-            if not isinstance(value, fx.Node):
-                self._broken("outputs", f"{role} is {value!r} and was {expected}", role=str(role))
-            if found is not None and found != expected:
-                self._broken("outputs", f"{role} is {found} and was {expected}", node=value, role=str(role))
-
-    def _broken(
-        self, code: str, text: str, node: Any = None, role: str = "", cause: Exception | None = None
-    ) -> None:
-        named = node.name if isinstance(node, fx.Node) else ""
-        after = f", after passes [{', '.join(self.passes)}]" if self.passes else ""
+    for broken in _broken_laws(gm, signature, kinds):
+        named = broken.node.name if isinstance(broken.node, fx.Node) else ""
+        after = f", after passes [{', '.join(passes_so_far)}]" if passes_so_far else ""
         raise VerificationError(
             Reason(
-                f"joint-{code}",
-                text,
-                self.stage + after,
-                node=f"{named} ({role})" if named and role else named or role,
-                source=_source(node),
-                way_out=_WAYS_OUT[code],
+                f"joint-{broken.code}",
+                broken.text,
+                stage + after,
+                node=f"{named} ({broken.role})" if named and broken.role else named or broken.role,
+                source=_source(broken.node),
+                way_out=_WAYS_OUT[broken.code],
             )
-        ) from cause
+        ) from broken.cause
+
+
+class _Broken(NamedTuple):
+    code: str
+    text: str
+    node: Any = None
+    role: str = ""
+    cause: Exception | None = None
+
+
+def _broken_laws(
+    gm: fx.GraphModule, signature: JointSignature, kinds: Sequence[str | None] | None
+) -> Iterator[_Broken]:
+    """The laws that `gm` breaks; each is checked only if those before it hold."""
+    graph, last = gm.graph, next(iter(reversed(gm.graph.nodes)), None)
+    try:
+        graph.lint()
+    except Exception as error:
+        yield _Broken("lint", f"the graph is not well formed: {error}", cause=error)
+    if last is None or last.op != "output":
+        yield _Broken("lint", "the graph has no output at its end")
+    placeholders, values = graph.find_nodes(op="placeholder"), output_values(graph)
+    for what, code, found, roles in (
+        ("placeholders", "inputs", placeholders, signature.inputs),
+        ("outputs", "outputs", values, signature.outputs),
+    ):
+        if len(found) != len(roles):
+            text = f"{len(found)} {what} where the signature has {len(roles)} {code}"
+            yield _Broken(code, text, role=", ".join(map(str, roles[len(found) :][:1])))
+    outputs = list(zip(values, signature.outputs, strict=True))
+    reaching = cotangents_reaching(graph, signature)
+    for value, role in outputs:
+        is_gradient = isinstance(role, Gradient)
+        allowed = bits_of(signature.regions[role.region].roots) if isinstance(role, Gradient) else 0
+        if outside := reaching.get(value, 0) & ~allowed:
+            numbers = ", ".join(str(i) for i in range(outside.bit_length()) if outside >> i & 1)
+            why = "which is no root of its region" if is_gradient else "and belongs to the forward"
+            text = f"{role} depends on the cotangent of boundary {numbers}, {why}"
+            yield _Broken("dependence", text, value, str(role))
+    roles_of = dict(zip(placeholders, signature.inputs, strict=True))
+    at_end = True
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        is_mutating = node.op == "call_function" and schema is not None and schema.is_mutable
+        into = roles_of.get(node.args[0]) if node.target is _COPY else None
+        if is_mutating and not (at_end and isinstance(into, Primal)):
+            yield _Broken("mutation", f"{node.target} changes a tensor in place", node, str(into or ""))
+        at_end = at_end and (is_mutating or node.op == "output")
+    for (value, role), before in zip(outputs, kinds or (), strict=False):
+        now = _kind(value) if isinstance(value, fx.Node) else repr(value)
+        if before is not None and now not in (None, before):
+            yield _Broken("outputs", f"{role} is {now} and was {before}", value, str(role))
 
 
 _WAYS_OUT = {
@@ -397,11 +375,8 @@ def _shown(value: Any) -> str:
 
 
 def _shown_value(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return node.name
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{node.name}: {dtype}[{', '.join(map(str, value.shape))}]"
+    kind = _kind(node)
+    return node.name if kind is None else f"{node.name}: {kind}"
 
 
 def _line_of(node: fx.Node) -> str:

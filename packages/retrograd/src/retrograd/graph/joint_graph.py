@@ -118,6 +118,17 @@ class CaptureState:
 
 
 @dataclass(frozen=True)
+class CaptureOptions:
+    """How a function is captured; see ``aot.capture``."""
+
+    single_region: bool = False
+    split_at_leaf_grads: bool = False
+    sums_apart: bool = False
+    layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    autocast: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class SizeValue:
     """A size that differs from call to call: the number of a `ForwardValue`."""
 
@@ -287,16 +298,11 @@ class JointValues:
         outputs: one plan per flat output of the function.
         out_spec: the pytree of the outputs.
         gradients: how the gradient of each destination of each region is built; absent where it is undefined.
-        undefined_matters: regions in which a cotangent that is undefined is not the same as zeros.
-        with_functions: regions with a Function: it makes gradients of an undefined one.
-        saving: regions for which eager saves tensors: once these are freed, a backward is an error.
         by_dtype: leaves whose dtype decides what gradient they get: one of another dtype was cast, or several
             were added. A leaf may ask for another dtype than its own.
         shared: leaves whose gradient lies in memory that the backward reads elsewhere, or gives to others.
-        hooked_leaves: primals after whose gradients regions end, so that these become visible one by one.
         entered_as: what the function was given in place of inputs that require grad and are no leaves.
-        is_single_region: whether the outputs are differentiated together, not in eager's structure.
-        sums_apart: whether a region hands over several contributions to one gradient one by one.
+        options: of the capture.
         offsets_matter: whether the function reads where its inputs begin in their memory.
         reenters: whether it has reentrant checkpoints. Their gradients are part of the graph here; eager
             makes them by another backward, which some requests forbid, and others do not reach.
@@ -311,15 +317,10 @@ class JointValues:
     outputs: tuple[OutputPlan, ...]
     out_spec: Any
     gradients: Mapping[tuple[int, Destination], Any] = field(default_factory=dict)
-    undefined_matters: frozenset[int] = frozenset()
-    with_functions: frozenset[int] = frozenset()
-    saving: frozenset[int] = frozenset()
     by_dtype: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     entered_as: EnteredAs = "itself"
-    is_single_region: bool = False
-    sums_apart: bool = False
-    hooked_leaves: frozenset[int] = frozenset()
+    options: CaptureOptions = field(default_factory=CaptureOptions)
     offsets_matter: bool = False
     reenters: bool = False
 

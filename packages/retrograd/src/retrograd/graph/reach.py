@@ -2,6 +2,9 @@
 
 In: where to begin, and what follows each thing. Out: all that is reached, in order of discovery.
 
+In: things in order, and what is directly above each. Out: for each thing, the topmost ones that it comes
+from.
+
 In: an FX graph, and a number of one bit for some nodes. Out: for each node the bits of all that lead to it.
 """
 
@@ -24,6 +27,18 @@ def reached(start: Iterable[Thing], following: Callable[[Thing], Iterable[Thing]
             if other not in found:
                 found[other] = None
                 waiting.append(other)
+    return found
+
+
+def origins(
+    things: Iterable[Thing], above: Callable[[Thing], Iterable[Thing]]
+) -> dict[Thing, frozenset[Thing]]:
+    """For each of `things`, which come in order, where it comes from in the end; from itself, if nothing is
+    above it."""
+    found: dict[Thing, frozenset[Thing]] = {}
+    for thing in things:
+        sources = (found.get(other, frozenset((other,))) for other in above(thing))
+        found[thing] = frozenset[Thing]().union(*sources) or frozenset((thing,))
     return found
 
 

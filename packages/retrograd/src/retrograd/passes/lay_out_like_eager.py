@@ -10,7 +10,7 @@ Law: every call that has an effect is there exactly once, and every value is def
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -33,84 +33,49 @@ def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -
     Raises:
         VerificationError: the law does not hold.
     """
-    laid_out = _Layout(backward, position).run()
+    laid_out = backward.with_graph(_laid_out(backward, position))
     verify_layout(backward, laid_out)
     return laid_out
 
 
-class _Layout:
-    def __init__(self, backward: BackwardGraph, position: Mapping[Place, int]) -> None:
-        self._backward = backward
-        self._position = position
-        self._graph = fx.Graph()
-        self._new: dict[fx.Node, fx.Node | None] = {}
-        self._partial: dict[fx.Node, fx.Node | None] = {}
+def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Graph:
+    def place_of(node: Any) -> Place:
+        """The place that delivers a value. The gradients of the roots come from node call 0."""
+        if node.op == "placeholder":
+            return 0, 0
+        call = call_of(node)
+        return call.place if call.place in position else (call.node_call, 0)
 
-    def run(self) -> BackwardGraph:
-        for node, _ in self._backward.placeholders():
-            self._copy(node)
-        blocks, sums = self._blocks()
-        waiting = self._contributions(sums)
-        for place in sorted(blocks, key=self._position.__getitem__):
-            for node in blocks[place]:
-                self._copy(node)
-            for total, grad in waiting.get(place, ()):
-                self._contribute(total, grad, place)
-        outputs = tuple(self._value(node) for node in self._backward.outputs())
-        self._graph.output(outputs)
-        return self._backward.with_graph(self._graph)
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
-    def _blocks(self) -> tuple[dict[Place, list[fx.Node]], list[fx.Node]]:
-        """The calls other than sums, by place, and the sums."""
-        blocks: dict[Place, list[fx.Node]] = {}
-        sums: list[fx.Node] = []
-        for node, call in self._backward.calls():
-            if call.kind is CallKind.SUM:
-                sums.append(node)
-            else:
-                blocks.setdefault(self._place(call), []).append(node)
-        return blocks, sums
-
-    def _place(self, call: Call) -> Place:
-        return call.place if call.place in self._position else (call.node_call, 0)
-
-    def _contributions(self, sums: Sequence[fx.Node]) -> dict[Place, list[tuple[fx.Node, fx.Node]]]:
-        """For each producing place, the (sum, gradient) pairs that it delivers, in the order of its outputs.
-
-        When a buffer receives a third gradient, its sum of two is left unused. Only the last sum counts.
-        """
-        waiting: dict[Place, list[tuple[fx.Node, fx.Node]]] = {}
-        for total in sums:
-            if total.users:  # the recorder extends a sum by naming all its parts again
-                for grad in total.args:
-                    assert isinstance(grad, fx.Node)
-                    waiting.setdefault(self._producer(grad), []).append((total, grad))
-        return waiting
-
-    def _contribute(self, total: fx.Node, grad: fx.Node, place: Place) -> None:
-        value = self._new[grad]
-        if total in self._partial:
-            before = self._partial[total]
-            assert callable(total.target)
-            value = add_call(self._graph, total.target, (before, value))
-            value.meta["call"] = Call(CallKind.SUM, place[0], step=place[1])
-        self._partial[total] = self._new[total] = value
-
-    def _producer(self, grad: fx.Node) -> Place:
-        """The place that delivered `grad`. The gradients of the roots come from node call 0."""
-        return (0, 0) if grad.op == "placeholder" else self._place(call_of(grad))
-
-    def _value(self, node: fx.Node | None) -> fx.Node | None:
-        return None if node is None else self._new[node]
-
-    def _copy(self, node: fx.Node) -> None:
-        self._new[node] = add_copy(self._graph, node, self._required)
-
-    def _required(self, node: fx.Node) -> fx.Node:
-        value = self._new.get(node)
-        if value is None:
+    def required(node: fx.Node) -> fx.Node:
+        if node not in new:
             raise KeyError(f"{node} is used before eager's order defines it")
-        return value
+        return new[node]
+
+    blocks: dict[Place, list[fx.Node]] = {}
+    #: by place, the sums that it contributes to, each with the gradient, in the order of its outputs
+    contributions: dict[Place, list[tuple[fx.Node, Any]]] = {}
+    for node, call in backward.calls():
+        if call.kind is not CallKind.SUM:
+            blocks.setdefault(place_of(node), []).append(node)
+        elif node.users:  # the recorder extends a sum by naming all its parts again: only the last sum counts
+            for grad in node.args:
+                contributions.setdefault(place_of(grad), []).append((node, grad))
+    for node, _ in backward.placeholders():
+        new[node] = add_copy(graph, node, required)
+    for place in sorted(blocks, key=position.__getitem__):
+        for node in blocks[place]:
+            new[node] = add_copy(graph, node, required)
+        for total, grad in contributions.get(place, ()):
+            value = new[grad]
+            if total in new:
+                assert callable(total.target)
+                value = add_call(graph, total.target, (new[total], value))
+                value.meta["call"] = Call(CallKind.SUM, place[0], step=place[1])
+            new[total] = value
+    graph.output(tuple(None if node is None else new[node] for node in backward.outputs()))
+    return graph
 
 
 def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:

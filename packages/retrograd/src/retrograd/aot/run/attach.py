@@ -174,7 +174,7 @@ class Attaching:
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
     """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
     at it, so contributions that must stay apart have one barrier each."""
-    if not joint.sums_apart:
+    if not joint.options.sums_apart:
         return [primal]
     regions = enumerate(joint.signature.regions)
     keys = [(number, there) for number, region in regions for there in region.destinations]

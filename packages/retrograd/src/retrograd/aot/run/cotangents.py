@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from retrograd._torch.state import Autocast
 from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
 from retrograd._torch.tensor import is_not_in_memory
 from retrograd._torch.trace import guard_count, hint_of
-from retrograd.aot.capture import capture
+from retrograd.aot.capture import capture_divided
 from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
 from retrograd.errors import RetrogradError
 from retrograd.graph.joint import cotangent_name, cotangents_reaching
@@ -128,14 +128,8 @@ def traced_for(
     """The backward of region `number` for cotangents with these strides, by boundary, under `autocast`."""
     state, before = partition.joint.state, guard_count(partition.joint.state.fake_mode)
     try:
-        joint = capture(
-            state,
-            single_region=partition.joint.is_single_region,
-            split_at_leaf_grads=bool(partition.joint.hooked_leaves),
-            sums_apart=partition.joint.sums_apart,
-            layouts=layouts,
-            backward_autocast=autocast,
-        )
+        options = replace(partition.joint.options, layouts=layouts, autocast=autocast)
+        joint, _ = capture_divided(state, options)
     except RetrogradError:
         return None
     if guard_count(state.fake_mode) != before or not _is_alike(partition.joint, joint, number):

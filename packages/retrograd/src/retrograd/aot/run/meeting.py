@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from retrograd._torch.autograd import backward_number, will_execute
-from retrograd.aot.trace.differentiate import Walk, added
+from retrograd.aot.trace.differentiate import RegionInterpreter, added
 from retrograd.graph.eager_order import Edge
 
 Grads = Sequence[torch.Tensor | None]
@@ -48,7 +48,7 @@ class Meeting:
         return self._arrived.pop(self._last, {})
 
 
-def meet(ctx: Any, walk: Walk) -> None:
+def meet(ctx: Any, walk: RegionInterpreter) -> None:
     """Have what arrives at the nodes of `walk`, and of the regions below, kept for the nodes of the call.
     `ctx` is the context of the region that is walked."""
     waiting, seen = [ctx], set[int]()

@@ -98,17 +98,17 @@ class RegionCode:
         self._expected = [Expected.of(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
         self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
-        self._undefined_matters = number in joint.undefined_matters
-        self._has_functions, self._reenters = number in joint.with_functions, joint.reenters
+        self._undefined_matters = region.undefined_matters
+        self._has_functions, self._reenters = region.has_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
         #: whether what is saved is kept as attributes of a context are: eager's nodes free nothing either.
-        self.frees_nothing = not (number in joint.saving or self._backward.checked or config.cudagraphs)
+        self.frees_nothing = not (region.saves or self._backward.checked or config.cudagraphs)
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
-        self._saves = number in joint.saving or bool(self._tensors or self._backward.checked)
+        self._saves = region.saves or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
         self._has_effects = self._graph.summary.has_effects_beside_random
         self.reruns, self.why_rerun = 0, ""

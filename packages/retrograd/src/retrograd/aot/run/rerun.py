@@ -33,7 +33,7 @@ from retrograd._torch.trace import FreeTensors, checkpoints_inlined, python_form
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.parts import gradients_of, primals_read
 from retrograd.aot.run.meeting import meet
-from retrograd.aot.trace.differentiate import Walk
+from retrograd.aot.trace.differentiate import RegionInterpreter
 from retrograd.aot.trace.enter import enter_as
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import CaptureError
@@ -127,10 +127,11 @@ def rerun_region(
     if walk is not None and wanted is not None:
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
-    if walk is not None and differentiable and not joint.with_functions:  # zeros would arrive at these
+    has_functions = any(region.has_functions for region in joint.signature.regions)
+    if walk is not None and differentiable and not has_functions:  # zeros would arrive at these
         meet(ctx, walk)
 
-    def run(walk: Walk) -> dict[Destination, Any]:
+    def run(walk: RegionInterpreter) -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
             return walk.run(cotangents, wanted)
 
@@ -150,7 +151,7 @@ def _second_run(
     put_back: PuttingBack,
     differentiable: bool,
     inlined: bool,
-) -> tuple[Walk | None, list[Any]]:
+) -> tuple[RegionInterpreter | None, list[Any]]:
     """The backward of region `number` of the call, made again; None if its regions begin or end elsewhere
     than those of the trace. And the outputs, which own its autograd nodes.
 
@@ -184,13 +185,13 @@ def _second_run(
     # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
-    structure = divide(graph, known, joint.is_single_region, joint.hooked_leaves, joint.sums_apart)
+    structure = divide(graph, known, joint.options, _leaves(joint))
     if not _is_divided_alike(structure, joint.signature):
         return None, outputs
     if call.released:
         put_back(graph, [*(primals | {n: entries[n].detach() for n in call.released}).values()])
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    return Walk(graph, structure, known, number, lambda _: nullcontext(), checks), outputs
+    return RegionInterpreter(graph, structure, known, number, lambda _: nullcontext(), checks), outputs
 
 
 def _is_divided_alike(structure: Structure, signature: JointSignature) -> bool:

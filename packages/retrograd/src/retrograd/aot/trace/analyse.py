@@ -6,14 +6,14 @@ graph has to compute, the changes to make after a call, and a plan for every out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from retrograd._torch.autograd import edge_of, leads_to, nodes_below, passes_through_function, versions_of
-from retrograd._torch.subclass import ATOMS, Layout, is_wrapper, layout_of, parts_of
+from retrograd._torch.subclass import ATOMS, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import is_dense, lies_within, shares_elements, view_origin
 from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
 from retrograd.errors import not_representable
@@ -51,11 +51,6 @@ class TracedValue:
     is_seen: bool = True
     view: torch.Tensor | None = None
 
-    @property
-    def wrapping(self) -> Layout:
-        """How it is made up."""
-        return layout_of(self.value)
-
     def parts(self) -> list[Any]:
         """The plain values that the graph gives."""
         bare = plain(self.value)
@@ -69,20 +64,32 @@ class TracedValue:
             isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
         )
 
-    def described(self) -> ForwardValue:
-        """What later stages need to know of it."""
-        return ForwardValue(
-            layout_of(plain(self.value)), None, self.is_visible, self.is_new_leaf, _version(self.value)
-        )
+    def described(self, boundary: int | None) -> ForwardValue:
+        """What later stages need to know of it; `boundary` is where its cotangent goes in."""
+        wrapping, version = layout_of(plain(self.value)), _version(self.value)
+        return ForwardValue(wrapping, boundary, self.is_visible, self.is_new_leaf, version)
 
 
-@dataclass
 class Analysis:
-    """What a function computes and does."""
+    """What a function computes and does.
 
-    values: list[TracedValue] = field(default_factory=list)
-    updates: tuple[Update, ...] = ()
-    outputs: tuple[OutputPlan, ...] = ()
+    Args:
+        inputs: after the function ran. results: its flat outputs.
+
+    Attributes:
+        values: what the graph has to compute.
+        updates: changes to make after a call.
+        outputs: a plan for each.
+
+    Raises:
+        Refusal: it did what cannot be repeated after a call.
+    """
+
+    def __init__(self, inputs: Inputs, results: Sequence[Any]) -> None:
+        self._inputs = inputs
+        self.values: list[TracedValue] = []
+        self.updates = tuple(self._updates())
+        self.outputs = tuple(self._plans(results))
 
     def add(self, value: TracedValue) -> int:
         """The number of a value; a tensor that is known keeps its number."""
@@ -92,57 +99,203 @@ class Analysis:
         self.values.append(value)
         return len(self.values) - 1
 
+    def _size(self, size: int | torch.SymInt) -> int | SizeValue:
+        if isinstance(size, torch.SymInt):
+            return SizeValue(self.add(TracedValue(size, is_visible=False)))
+        return int(size)
 
-def analyse(inputs: Inputs, outputs: Sequence[Any]) -> Analysis:
-    """Find out what the function did.
+    def _updates(self) -> Iterator[Update]:
+        inputs = self._inputs
+        for number, (primal, tensor) in enumerate(zip(inputs.primals, inputs.entered, strict=True)):
+            if tensor is None:
+                continue
+            _refuse_state_changes(primal, inputs.leaves[number])
+            changes = changes_of(tensor)
+            members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
+            sharing = [inputs.entries[member.leaf] for member in members]
+            if any(changes_of(member).shape for member in sharing):
+                raise not_representable("it changes the shape of an input whose memory another one shares")
+            if changes.memory:
+                raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
+            version = max(map(_version, [tensor, *sharing]))
+            is_as_it_was = tensor.grad_fn is inputs.histories[number]
+            # the shape of a view of it may have changed
+            is_counted = version and (is_as_it_was or not primal.differentiable)
+            if not changes.elements and not changes.shape and not is_counted:
+                continue
+            if changes.elements and shares_elements(primal.fake):
+                raise not_representable(f"it changes {primal.name}, an expanded tensor")
+            if any(bared is tensor for bared in inputs.bared):
+                raise not_representable(
+                    f"it may change {primal.name} through .data, which no version counter shows"
+                )
+            if changes.elements and _is_strided_beside(tensor, primal.fake, inputs.strided):
+                raise not_representable(
+                    f"it changes {primal.name}, and asks by as_strided for what is beside it"
+                )
+            unseen = is_as_it_was and changes.is_unseen
+            if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
+                raise not_representable(
+                    f"it changes the shape of {primal.name}, which is differentiable or a subclass"
+                )
+            view = self._view(tensor, primal.fake, True) if changes.shape else None
+            value = self.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
+            yield Update(number, value, view, unseen, version)
 
-    Raises:
-        Refusal: it did what cannot be repeated after a call.
-    """
-    analysis = Analysis()
-    analysis.updates = tuple(_updates(inputs, analysis))
-    analysis.outputs = tuple(_Outputs(inputs, analysis, outputs).plans())
-    return analysis
-
-
-def _updates(inputs: Inputs, analysis: Analysis) -> list[Update]:
-    updates = []
-    for number, (primal, leaf, tensor) in enumerate(
-        zip(inputs.primals, inputs.leaves, inputs.entered, strict=True)
-    ):
-        if tensor is None:
-            continue
-        _refuse_state_changes(primal, leaf)
-        changes = changes_of(tensor)
-        members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
-        sharing = [inputs.entries[member.leaf] for member in members]
-        if any(changes_of(member).shape for member in sharing):
-            raise not_representable("it changes the shape of an input whose memory another one shares")
-        if changes.memory:
-            raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
-        version = max(map(_version, [tensor, *sharing]))
-        is_as_it_was = tensor.grad_fn is inputs.histories[number]
-        # the shape of a view of it may have changed
-        is_counted = version and (is_as_it_was or not primal.differentiable)
-        if not changes.elements and not changes.shape and not is_counted:
-            continue
-        if changes.elements and shares_elements(primal.fake):
-            raise not_representable(f"it changes {primal.name}, an expanded tensor")
-        if any(bared is tensor for bared in inputs.bared):
+    def _view(self, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
+        """By its strides."""
+        offset = tensor.storage_offset() - base.storage_offset()
+        if type(offset) is not int and tensor.is_complex():
+            # The graph computes it of views on the way, and torch copies what is lazily conjugated.
             raise not_representable(
-                f"it may change {primal.name} through .data, which no version counter shows"
+                "it returns a part of complex memory whose place depends on symbolic sizes"
             )
-        if changes.elements and _is_strided_beside(tensor, primal.fake, inputs.strided):
-            raise not_representable(f"it changes {primal.name}, and asks by as_strided for what is beside it")
-        unseen = is_as_it_was and changes.is_unseen
-        if changes.shape and (primal.wrapping.cls is not None or primal.differentiable):
+        return View(
+            tuple(self._size(size) for size in tensor.shape),
+            tuple(self._size(stride) for stride in tensor.stride()),
+            self._size(offset),
+            differentiable,
+            origin=view_origin(tensor),
+            is_new_leaf=_is_new_leaf(tensor),
+            is_detached=not tensor._is_view(),
+        )
+
+    def _replayed(self, tensor: torch.Tensor, base: torch.Tensor) -> View | None:
+        """As the function made it, if torch can make it again. Torch does not know what changed the shape
+        since."""
+        numbers: list[Any] = []
+        if not tensor._is_view() or tensor._base is not base:
+            return None
+        with torch.no_grad():
+            again = tensor._view_func_unsafe(base, lambda number: (numbers.append(number), number)[1])  # type: ignore[func-returns-value]
+        if [*map(str, (*again.shape, *again.stride()))] != [*map(str, (*tensor.shape, *tensor.stride()))]:
+            return None
+        varying = numbers if any(type(number) is not int for number in numbers) else ()
+        return View(
+            differentiable=tensor.requires_grad,
+            replay=tensor._view_func_unsafe,
+            numbers=tuple(self._size(number) for number in varying),
+            origin=view_origin(tensor),
+            is_new_leaf=_is_new_leaf(tensor),
+        )
+
+    def _plans(self, results: Sequence[Any]) -> Iterator[OutputPlan]:
+        self._sources: dict[tuple[int, ...], list[int]] = {}
+        for source, entry in enumerate(self._inputs.entries):
+            if isinstance(entry, torch.Tensor):
+                self._sources.setdefault(storage_key(entry), []).append(source)
+        self._sharing: dict[tuple[int, ...], dict[int, Any]] = {}
+        for output in results:
+            if isinstance(output, torch.Tensor) and is_traced(output):
+                self._sharing.setdefault(storage_key(output), {})[id(output)] = output
+        # A tensor that is returned twice has one plan: the caller gets one tensor too.
+        outputs = {id(output): output for output in results}
+        plans = {key: self._plan(output) for key, output in outputs.items()}
+        views = [outputs[key] for key, plan in plans.items() if self._has_place(outputs[key], plan)]
+        above = {id(view): [other for other in views if _passes_by(view, other)] for view in views}
+        for view in sorted(views, key=lambda view: len(above[id(view)])):
+            nearest = max(above[id(view)], key=lambda other: len(above[id(other)]), default=None)
+            plans[id(view)] = self._placed(view, plans, nearest)
+        yield from (plans[id(output)] for output in results)
+
+    def _has_place(self, output: Any, plan: OutputPlan) -> bool:
+        """Whether it is a view with a history of what stays as it is: then others may be reached by way of
+        it."""
+        if not isinstance(plan, AliasOf) or output.grad_fn is None or is_wrapper(output):
+            return False
+        if plan.source is None:
+            return plan.view.differentiable
+        numbers = [number for number, primal in enumerate(self._inputs.primals) if primal.leaf == plan.source]
+        changed = [update.primal for update in self.updates]
+        return any(self._inputs.primals[n].differentiable and n not in changed for n in numbers)
+
+    def _placed(
+        self, output: torch.Tensor, plans: Mapping[int, OutputPlan], above: torch.Tensor | None
+    ) -> OutputPlan:
+        """The plan of a view with a place of its own: a view of the one `above` it, if that can be."""
+        made = self.add(TracedValue(stand_in(output), is_visible=False, view=output))
+        plan, base = plans[id(output)], plans.get(id(above))
+        assert isinstance(plan, AliasOf)
+        if above is None:
+            return replace(plan, made=made)
+        assert isinstance(base, AliasOf)
+        if not _is_window(output, above):
+            raise not_representable("it returns a view of another one that it returns, by more than strides")
+        return AliasOf(self._by_strides(output, above, True), value=base.made, made=made)
+
+    def _plan(self, output: Any) -> OutputPlan:
+        if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return ComputedOutput(self.add(TracedValue(output)))
+        if isinstance(output, torch.Size):
+            return SizeOutput(tuple(self._size(size) for size in output))
+        if not isinstance(output, torch.Tensor):
+            if not isinstance(output, ATOMS):
+                raise not_representable(
+                    f"it returns a {type(output).__name__}, which may hold what was traced"
+                )
+            return ConstantOutput(output)
+        if not is_traced(output):
+            output = self._inputs.found(output)
+        for source, entry in enumerate(self._inputs.entries):
+            if entry is output:
+                return SameAs(source)
+        key = storage_key(output)
+        if key in self._sources:
+            source = self._source(output, self._sources[key])
+            return AliasOf(self._seen(output, self._inputs.entries[source]), source=source)
+        return self._computed(output, list(self._sharing[key].values()))
+
+    def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
+        """Of the inputs that share memory with an output, the first that covers it."""
+        if len(sources) == 1:
+            return sources[0]
+        entries = self._inputs.entries
+        return next((source for source in sources if lies_within(output, entries[source])), sources[0])
+
+    def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
+        is_without_history = output._is_view() and output.requires_grad and output.grad_fn is None
+        if len(sharing) == 1 and (is_wrapper(output) or not is_without_history):
+            return ComputedOutput(self.add(TracedValue(output)))
+        base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
+        base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
+        if base._is_view() and base._base is not None:
+            base = base._base
+        number = self.add(TracedValue(base))
+        if base is output:
+            return ComputedOutput(number)
+        return AliasOf(self._seen(output, base), value=number)
+
+    def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
+        """How `output` looks at the memory of `base`."""
+        differentiable = output.requires_grad
+        if differentiable and output.grad_fn is not None and not base.requires_grad:
+            raise not_representable("it makes a view a leaf, and returns a view of that")
+        if differentiable and passes_through_function(output, base):
             raise not_representable(
-                f"it changes the shape of {primal.name}, which is differentiable or a subclass"
+                "a Function returns a view of what it was given, which the caller gets as well"
             )
-        view = _view(analysis, tensor, primal.fake, True) if changes.shape else None
-        value = analysis.add(TracedValue(tensor, False, not unseen)) if changes.elements else None
-        updates.append(Update(number, value, view, unseen, version))
-    return updates
+        if output.grad_fn is not None and base.requires_grad and not leads_to(output, base):
+            raise not_representable(
+                "it returns a view of a view that was made under no_grad, which is a leaf of its own"
+            )
+        kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
+        is_otherwise = kinds[0] != kinds[1] or is_wrapper(output) or lost_layout(base)
+        if differentiable or is_otherwise or output.is_complex():
+            if (replayed := self._replayed(output, base)) is not None:
+                return replayed
+            if is_otherwise or (differentiable and shares_elements(base)):
+                raise not_representable("it returns a view that torch cannot make again")
+        return self._by_strides(output, base, differentiable)
+
+    def _by_strides(self, output: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
+        """A view of `base` that no longer says which views lie between."""
+        memory = storage_key(output)
+        windows = [(window, of) for window, of in self._inputs.strided if storage_key(of) == memory]
+        if differentiable and not all(is_dense(of) and lies_within(window, of) for window, of in windows):
+            raise not_representable(
+                "it asks by as_strided for what lies beside a view, and returns another view of that memory"
+            )
+        return self._view(output, base, differentiable)
 
 
 def _is_strided_beside(
@@ -171,178 +324,9 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
         raise not_representable(f"it runs a backward that accumulates into {primal.name}")
 
 
-def _view(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
-    """By its strides."""
-    offset = tensor.storage_offset() - base.storage_offset()
-    if type(offset) is not int and tensor.is_complex():
-        # The graph computes it of views on the way, and torch copies what is lazily conjugated.
-        raise not_representable("it returns a part of complex memory whose place depends on symbolic sizes")
-    return View(
-        tuple(_size(analysis, size) for size in tensor.shape),
-        tuple(_size(analysis, stride) for stride in tensor.stride()),
-        _size(analysis, offset),
-        differentiable,
-        origin=view_origin(tensor),
-        is_new_leaf=_is_new_leaf(tensor),
-        is_detached=not tensor._is_view(),
-    )
-
-
-def _replayed(analysis: Analysis, tensor: torch.Tensor, base: torch.Tensor) -> View | None:
-    """As the function made it, if torch can make it again. It does not know what changed the shape since."""
-    numbers: list[Any] = []
-    if not tensor._is_view() or tensor._base is not base:
-        return None
-    with torch.no_grad():
-        again = tensor._view_func_unsafe(base, lambda number: (numbers.append(number), number)[1])  # type: ignore[func-returns-value]
-    if [*map(str, (*again.shape, *again.stride()))] != [*map(str, (*tensor.shape, *tensor.stride()))]:
-        return None
-    varying = numbers if any(type(number) is not int for number in numbers) else ()
-    return View(
-        differentiable=tensor.requires_grad,
-        replay=tensor._view_func_unsafe,
-        numbers=tuple(_size(analysis, number) for number in varying),
-        origin=view_origin(tensor),
-        is_new_leaf=_is_new_leaf(tensor),
-    )
-
-
 def _is_new_leaf(tensor: torch.Tensor) -> bool:
     """Whether the function has made a view a leaf. What was made under `no_grad` may only say so."""
     return tensor.requires_grad and tensor.grad_fn is None and edge_of(tensor)[0] is not None
-
-
-def _size(analysis: Analysis, size: int | torch.SymInt) -> int | SizeValue:
-    if isinstance(size, torch.SymInt):
-        return SizeValue(analysis.add(TracedValue(size, is_visible=False)))
-    return int(size)
-
-
-@dataclass
-class _Outputs:
-    """Plans for all outputs of one function."""
-
-    inputs: Inputs
-    analysis: Analysis
-    outputs: Sequence[Any]
-
-    def plans(self) -> list[OutputPlan]:
-        self._sources: dict[tuple[int, ...], list[int]] = {}
-        for source, entry in enumerate(self.inputs.entries):
-            if isinstance(entry, torch.Tensor):
-                self._sources.setdefault(storage_key(entry), []).append(source)
-        self._sharing: dict[tuple[int, ...], dict[int, Any]] = {}
-        for output in self.outputs:
-            if isinstance(output, torch.Tensor) and is_traced(output):
-                self._sharing.setdefault(storage_key(output), {})[id(output)] = output
-        # A tensor that is returned twice has one plan: the caller gets one tensor too.
-        outputs = {id(output): output for output in self.outputs}
-        plans = {key: self._plan(output) for key, output in outputs.items()}
-        views = [outputs[key] for key, plan in plans.items() if self._has_place(outputs[key], plan)]
-        above = {id(view): [other for other in views if _passes_by(view, other)] for view in views}
-        for view in sorted(views, key=lambda view: len(above[id(view)])):
-            nearest = max(above[id(view)], key=lambda other: len(above[id(other)]), default=None)
-            plans[id(view)] = self._placed(view, plans, nearest)
-        return [plans[id(output)] for output in self.outputs]
-
-    def _has_place(self, output: Any, plan: OutputPlan) -> bool:
-        """Whether it is a view with a history of what stays as it is: then others may be reached by way of
-        it."""
-        if not isinstance(plan, AliasOf) or output.grad_fn is None or is_wrapper(output):
-            return False
-        if plan.source is None:
-            return plan.view.differentiable
-        numbers = [number for number, primal in enumerate(self.inputs.primals) if primal.leaf == plan.source]
-        changed = [update.primal for update in self.analysis.updates]
-        return any(self.inputs.primals[n].differentiable and n not in changed for n in numbers)
-
-    def _placed(
-        self, output: torch.Tensor, plans: Mapping[int, OutputPlan], above: torch.Tensor | None
-    ) -> OutputPlan:
-        """The plan of a view with a place of its own: a view of the one `above` it, if that can be."""
-        made = self.analysis.add(TracedValue(stand_in(output), is_visible=False, view=output))
-        plan, base = plans[id(output)], plans.get(id(above))
-        assert isinstance(plan, AliasOf)
-        if above is None:
-            return replace(plan, made=made)
-        assert isinstance(base, AliasOf)
-        if not _is_window(output, above):
-            raise not_representable("it returns a view of another one that it returns, by more than strides")
-        return AliasOf(self._by_strides(output, above, True), value=base.made, made=made)
-
-    def _plan(self, output: Any) -> OutputPlan:
-        if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return ComputedOutput(self.analysis.add(TracedValue(output)))
-        if isinstance(output, torch.Size):
-            return SizeOutput(tuple(_size(self.analysis, size) for size in output))
-        if not isinstance(output, torch.Tensor):
-            if not isinstance(output, ATOMS):
-                raise not_representable(
-                    f"it returns a {type(output).__name__}, which may hold what was traced"
-                )
-            return ConstantOutput(output)
-        if not is_traced(output):
-            output = self.inputs.found(output)
-        for source, entry in enumerate(self.inputs.entries):
-            if entry is output:
-                return SameAs(source)
-        key = storage_key(output)
-        if key in self._sources:
-            source = self._source(output, self._sources[key])
-            return AliasOf(self._seen(output, self.inputs.entries[source]), source=source)
-        return self._computed(output, list(self._sharing[key].values()))
-
-    def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
-        """Of the inputs that share memory with an output, the first that covers it."""
-        if len(sources) == 1:
-            return sources[0]
-        entries = self.inputs.entries
-        return next((source for source in sources if lies_within(output, entries[source])), sources[0])
-
-    def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
-        is_without_history = output._is_view() and output.requires_grad and output.grad_fn is None
-        if len(sharing) == 1 and (is_wrapper(output) or not is_without_history):
-            return ComputedOutput(self.analysis.add(TracedValue(output)))
-        base = next((other for other in sharing if other._is_view() and other.requires_grad), sharing[0])
-        base = next((other for other in sharing if not other._is_view() and other.requires_grad), base)
-        if base._is_view() and base._base is not None:
-            base = base._base
-        number = self.analysis.add(TracedValue(base))
-        if base is output:
-            return ComputedOutput(number)
-        return AliasOf(self._seen(output, base), value=number)
-
-    def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
-        """How `output` looks at the memory of `base`."""
-        differentiable = output.requires_grad
-        if differentiable and output.grad_fn is not None and not base.requires_grad:
-            raise not_representable("it makes a view a leaf, and returns a view of that")
-        if differentiable and passes_through_function(output, base):
-            raise not_representable(
-                "a Function returns a view of what it was given, which the caller gets as well"
-            )
-        if output.grad_fn is not None and base.requires_grad and not leads_to(output, base):
-            raise not_representable(
-                "it returns a view of a view that was made under no_grad, which is a leaf of its own"
-            )
-        kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
-        is_otherwise = kinds[0] != kinds[1] or is_wrapper(output) or lost_layout(base)
-        if differentiable or is_otherwise or output.is_complex():
-            if (replayed := _replayed(self.analysis, output, base)) is not None:
-                return replayed
-            if is_otherwise or (differentiable and shares_elements(base)):
-                raise not_representable("it returns a view that torch cannot make again")
-        return self._by_strides(output, base, differentiable)
-
-    def _by_strides(self, output: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
-        """A view of `base` that no longer says which views lie between."""
-        memory = storage_key(output)
-        windows = [(window, of) for window, of in self.inputs.strided if storage_key(of) == memory]
-        if differentiable and not all(is_dense(of) and lies_within(window, of) for window, of in windows):
-            raise not_representable(
-                "it asks by as_strided for what lies beside a view, and returns another view of that memory"
-            )
-        return _view(self.analysis, output, base, differentiable)
 
 
 def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:

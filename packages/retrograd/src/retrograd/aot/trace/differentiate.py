@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ from retrograd._torch.autograd import (
     saves_tensors,
     why_backward_has_effects,
 )
-from retrograd._torch.fx import KEPT_FOR
-from retrograd._torch.state import Autocast, ThreadModes
-from retrograd._torch.subclass import Layout, built, is_wrapper, layout_of, parts_of
+from retrograd._torch.fx import KEPT_FOR, bases_of
+from retrograd._torch.state import ThreadModes
+from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
 from retrograd._torch.tensor import inner_tensors
 from retrograd._torch.trace import (
     JointTracer,
@@ -43,21 +44,21 @@ from retrograd._torch.trace import (
     is_traced,
     kept_by_run,
     plain,
-    to_functional,
     traced_run_of,
 )
-from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
-from retrograd.aot.trace.enter import Inputs
-from retrograd.aot.trace.structure import Structure, divide
+from retrograd.aot.trace.enter import Inputs, new_input
+from retrograd.aot.trace.structure import RegionNodes, Structure, divide
 from retrograd.errors import Refusal, not_representable
 from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
-from retrograd.graph.joint import Destination, Gradient, cotangent_name
+from retrograd.graph.joint import Destination, Gradient, Region, cotangent_name
+from retrograd.graph.joint_graph import CaptureOptions
+from retrograd.graph.reach import reached
 
 
 @dataclass
-class Walk:
+class RegionInterpreter:
     """One region.
 
     Attributes:
@@ -161,42 +162,29 @@ def added(known: Any, more: Any) -> Any:
     return known + more
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How values are differentiated; see ``aot.capture``."""
-
-    single_region: bool = False
-    split_at_leaf_grads: bool = False
-    sums_apart: bool = False
-    layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    autocast: Autocast = ()
-
-
 @dataclass
 class Differentiated:
     """The backward half.
 
     Attributes:
-        structure: boundaries, regions, order.
-        visible: by visible boundary, the number of its value.
+        structure: boundaries, nodes of the regions, order.
+        boundary_values: by boundary, the number of its value; those of the `visible` ones come first.
         stand_ins: values that stand for hidden boundaries.
         cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
+        regions: in the order of `structure`.
         grads: by region, the functional gradient of each destination, or None.
-        undefined_matters, with_functions, saving, by_dtype, hooked_leaves: as in `JointGraph`.
+        by_dtype: as in `JointGraph`.
         releasable: which primals may be released.
     """
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
-    visible: tuple[int, ...] = ()
     boundary_values: tuple[int, ...] = ()
+    visible: int = 0
     stand_ins: list[TracedValue] = field(default_factory=list)
     cotangents: list[tuple[int, Layout]] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
-    undefined_matters: set[int] = field(default_factory=set)
-    with_functions: set[int] = field(default_factory=set)
-    saving: set[int] = field(default_factory=set)
     by_dtype: set[int] = field(default_factory=set)
-    hooked_leaves: frozenset[int] = frozenset()
     releasable: Releasable | None = None
 
     def boundary_of(self, value: int) -> int | None:
@@ -206,7 +194,7 @@ class Differentiated:
     def leaves_gaps(self) -> bool:
         """Whether a hidden boundary gets no gradient, which the next region would have to take for zeros."""
         return any(
-            grad is None and there.is_boundary and there.index >= len(self.visible)
+            grad is None and there.is_boundary and there.index >= self.visible
             for grads in self.grads
             for there, grad in grads.items()
         )
@@ -234,7 +222,9 @@ class Differentiated:
         return {(region, there): layout_of(grad) for region, there, grad in self._defined()}
 
 
-def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manner: Manner) -> Differentiated:
+def differentiate(
+    tracer: JointTracer, inputs: Inputs, analysis: Analysis, options: CaptureOptions
+) -> Differentiated:
     """Trace the backward of all differentiable values, into the graph of `tracer`.
 
     Raises:
@@ -250,15 +240,13 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     graph = graph_below(edges.values(), left_out=idle_nodes(edges.values()))
     _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
-    hooked_leaves = frozenset(
-        primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
-    )
     runs = {i: run for i, node in enumerate(graph.nodes) if (run := traced_run_of(node.handle))}
     steps = {i: run.steps for i, run in runs.items()}
-    structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart, steps)
+    leaves = [number for number, primal in enumerate(inputs.primals) if primal.is_leaf]
+    structure = divide(graph, primals, options, leaves, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
         raise not_representable("a result requires grad, and its gradient goes nowhere")
-    if manner.sums_apart:
+    if options.sums_apart:
         _refuse_bypasses(graph, structure, [analysis.values[number] for number in edges])
     stand_ins = [
         TracedValue(stand_in(graph.nodes[edge.node].handle._input_metadata[edge.slot]), is_visible=False)
@@ -266,7 +254,7 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     ]
     count = len(analysis.values)
     values = (*edges, *range(count, count + len(stand_ins)))
-    made = Differentiated(structure, tuple(edges), values, stand_ins, hooked_leaves=hooked_leaves)
+    made = Differentiated(structure, values, len(edges), stand_ins)
     nodes = [region.nodes for region in structure.regions]
     made.releasable = releasable(tracer, graph, nodes, inputs, analysis.updates)
     traced = [*analysis.values, *stand_ins]
@@ -274,19 +262,16 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     def noting(node: LiveNode) -> AbstractContextManager[None]:
         return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
-    modes = ThreadModes(grad=False, autocast=manner.autocast)
+    modes = ThreadModes(grad=False, autocast=options.autocast)
     again = {node.meta.get("seq_nr") for node in tracer.graph.nodes if "ac_graph_id" in node.meta}
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
-            inside = [runs[node] for node in region.nodes if node in runs]
-            _note_contents(
-                made, number, inside, [graph.nodes[i].handle for i in region.nodes if i not in runs]
-            )
+            made.regions.append(_described(region, graph, runs))
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
-            walk = Walk(graph, structure, primals, number, noting)
+            walk = RegionInterpreter(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
-                made.grads.append(walk.run(_cotangents(tracer, roots, manner.layouts, made.cotangents)))
+                made.grads.append(walk.run(_cotangents(tracer, roots, options.layouts, made.cotangents)))
             given = {there.index for there in walk.by_dtype if not there.is_boundary}
             made.by_dtype |= {primal for primal in given if inputs.primals[primal].is_leaf}
             for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
@@ -296,20 +281,23 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
                     and _is_like(grad, traced[values[there.index]])
                 ):
                     traced[values[there.index]] = TracedValue(grad, is_visible=False)
-    if any(leaf is not None and leaf.grad is not None for leaf in inputs.leaves):
+    if any(leaf.grad is not None for leaf in inputs.leaves.values()):
         raise Refusal("backward-effect", "its backward accumulates into the .grad of an input")
     return made
 
 
-def _note_contents(made: Differentiated, number: int, runs: Sequence[Any], handles: Sequence[Any]) -> None:
-    """Note what matters about the nodes of a region: those of `runs` that were traced once, and `handles`."""
+def _described(region: RegionNodes, graph: LiveGraph, runs: Mapping[int, Any]) -> Region:
+    """A region, with what matters about its nodes; some stand for `runs`, which were traced once."""
+    inside = [runs[node] for node in region.nodes if node in runs]
+    handles = [graph.nodes[node].handle for node in region.nodes if node not in runs]
     functions = [one for one in handles if hasattr(one, "apply")]
-    if functions or any(run.has_functions for run in runs):
-        made.with_functions.add(number)
-    if not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in runs):
-        made.undefined_matters.add(number)
-    if any(run.saves for run in runs) or any(map(saves_tensors, handles)):
-        made.saving.add(number)
+    return Region(
+        region.roots,
+        region.destinations,
+        bool(functions) or any(run.has_functions for run in inside),
+        not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in inside),
+        any(run.saves for run in inside) or any(map(saves_tensors, handles)),
+    )
 
 
 def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[TracedValue]) -> None:
@@ -351,10 +339,8 @@ def _mark_kept(
         elif one.sequence not in again:
             tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
             made += map(tracer.node_of, tensors)
-    for node in made:
-        while node is not None and (base := viewed(node)) is not None:
-            node = base
-        if node is not None and region not in node.meta.get(KEPT_FOR, ()):
+    for node in reached(filter(None, made), bases_of):
+        if not bases_of(node) and region not in node.meta.get(KEPT_FOR, ()):
             node.meta[KEPT_FOR] = (*node.meta.get(KEPT_FOR, ()), region)
 
 
@@ -367,7 +353,7 @@ def _edge(value: TracedValue) -> tuple[Any, int] | None:
 
 def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
     """By node that accumulates, the primal that it does it for."""
-    numbers = {id(leaf): number for number, leaf in enumerate(inputs.leaves) if leaf is not None}
+    numbers = {id(leaf): number for number, leaf in inputs.leaves.items()}
     found = {}
     for index, node in enumerate(graph.nodes):
         if (leaf := leaf_of(node.handle)) is not None:
@@ -396,11 +382,8 @@ def _cotangents(
         bare = plain(value.value)
         wrapping: Layout = layout_of(bare)
         made.append((root, wrapping))
-        parts = []
-        for part, like in enumerate(parts_of(bare, wrapping)):
-            name = cotangent_name(root, part, wrapping.count)
-            parts.append(tracer.placeholder(name, _cotangent_like(like, layouts.get(root))))
-        found[root] = to_functional(built(wrapping, iter(parts)))
+        likes = [_cotangent_like(part, layouts.get(root)) for part in parts_of(bare, wrapping)]
+        found[root] = new_input(tracer, wrapping, likes, partial(cotangent_name, root))
     return found
 
 

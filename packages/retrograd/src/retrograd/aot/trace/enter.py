@@ -6,8 +6,9 @@ them, and the call itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,26 +37,19 @@ class EntryPlan:
     """What is done to inputs before the function sees them.
 
     Attributes:
-        copies: whether inputs that require grad and are no leaves enter as copies, so that they may be
-            changed.
+        entered_as: what the function is given in place of inputs that require grad and are no leaves: copies,
+            so that they may be changed; or aliases, since autocast keeps the casts of leaves, and such an
+            input is none.
         based: numbers of the alias groups whose members are views of one base.
-        aliased: whether inputs that require grad and are no leaves enter as aliases. Autocast keeps the casts
-            of leaves, and such an input is none.
     """
 
-    copies: bool = False
+    entered_as: EnteredAs = "itself"
     based: frozenset[int] = frozenset()
-    aliased: bool = False
-
-    @property
-    def entered_as(self) -> EnteredAs:
-        """What the function is given in place of inputs that require grad and are no leaves."""
-        return "copy" if self.copies else "alias" if self.aliased else "itself"
 
     def with_copies(self, state: CaptureState) -> EntryPlan:
         """The plan for a function that failed: perhaps it changes an input that is no leaf."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
-        return replace(self, copies=self.copies or any_inner)
+        return replace(self, entered_as="copy") if any_inner else self
 
     def amended(self, state: CaptureState, changed: Collection[int | None]) -> EntryPlan:
         """The plan with a base for each group of which a member is among the leaves `changed`."""
@@ -78,6 +72,15 @@ def enter_as(what: EnteredAs, primal: PrimalValue, tensor: torch.Tensor) -> torc
         return tensor.clone() if what == "copy" else torch.ops.aten.alias.default(tensor)
 
 
+def new_input(
+    tracer: JointTracer, wrapping: Layout, parts: Sequence[torch.Tensor], name_of: Callable[[int, int], str]
+) -> torch.Tensor:
+    """A functional tensor made up, as `wrapping`, of new inputs of the graph that are like the fake `parts`.
+    `name_of` gives their names, from the number of a part and how many there are."""
+    inputs = [tracer.placeholder(name_of(i, wrapping.count), part) for i, part in enumerate(parts)]
+    return to_functional(built(wrapping, iter(inputs)))
+
+
 @dataclass
 class Inputs:
     """The inputs of one trace.
@@ -85,14 +88,14 @@ class Inputs:
     Attributes:
         first: follows the run of the function, if it may go on eagerly.
         primals: inputs of the graph, in order; `roles` has one entry per placeholder.
-        leaves: by primal, the functional tensor with which autograd begins.
+        leaves: by primal that is a tensor, the functional tensor with which autograd begins.
         entries: by source (leaf of the state, or after those what the function found), what the function
             sees.
-        entered: by primal, the tensor that the function can change.
+        entered: by primal, the tensor that the function can change; None for a number.
+        histories: by primal, the ``grad_fn`` with which it entered.
         bared: tensors of which the function took ``.data``. strided: as in `FreeTensors`.
         reads_offsets: whether it depends on where tensors begin in their memory.
         reenters: whether it has reentrant checkpoints that are differentiated.
-        histories: by primal, the ``grad_fn`` with which it entered.
         shown: by identity of a real tensor that the function is given, its entry.
     """
 
@@ -102,14 +105,14 @@ class Inputs:
     first: FirstRun | None = None
     primals: list[PrimalValue] = field(default_factory=list)
     roles: list[InputRole] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
     entered: list[Any] = field(default_factory=list)
+    histories: dict[int, Any] = field(default_factory=dict)
     entries: list[Any] = field(default_factory=list)
     bared: list[Any] = field(default_factory=list)
     strided: list[Any] = field(default_factory=list)
     reads_offsets: bool = False
     reenters: bool = False
-    histories: list[Any] = field(default_factory=list)
     shown: dict[int, Any] = field(default_factory=dict)
 
     def look_at(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -191,12 +194,13 @@ class Inputs:
         """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
         kept = self.tracer.inputs_with_kept_cast()
         inner = (primal_name(i) for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
-        return plan if kept.isdisjoint(inner) else replace(plan, aliased=True)
+        is_enough = plan.entered_as == "copy" or kept.isdisjoint(inner)
+        return plan if is_enough else replace(plan, entered_as="alias")
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:
         """How often inputs and outputs have been written to so far, and their shapes."""
-        seen = [value for value in (*self.entered, *outputs) if isinstance(value, torch.Tensor)]
-        return [mutations_of(value) for value in seen]
+        seen = (*self.entered, *outputs)
+        return [mutations_of(value) for value in seen if isinstance(value, torch.Tensor)]
 
     def enter(self) -> None:
         """Make the inputs, inside of the mode in which the function runs."""
@@ -231,11 +235,8 @@ class Inputs:
     def _number(self, index: int, leaf: Leaf) -> Any:
         self.roles.append(Primal(len(self.primals), leaf.name, PrimalKind.SIZE))
         self.primals.append(PrimalValue(leaf.name, PLAIN, False, True, leaf.value, leaf=index))
-        value = self.tracer.placeholder(primal_name(len(self.primals) - 1), leaf.value)
-        self.leaves.append(None)
         self.entered.append(None)
-        self.histories.append(None)
-        return value
+        return self.tracer.placeholder(primal_name(len(self.primals) - 1), leaf.value)
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
         """Make a primal of a leaf; what the function sees of it."""
@@ -245,19 +246,16 @@ class Inputs:
         self.primals.append(
             PrimalValue(given.name, wrapping, differentiable, given.is_leaf, given.value, **where)
         )
-        parts = []
-        for part, fake in enumerate(parts_of(given.value, wrapping)):
-            parts.append(self.tracer.placeholder(primal_name(number, part, wrapping.count), fake))
-            self.roles.append(Primal(number, given.name, given.kind or PrimalKind.ARGUMENT, part))
-        made = to_functional(built(wrapping, iter(parts)))
+        kind = given.kind or PrimalKind.ARGUMENT
+        self.roles += [Primal(number, given.name, kind, part) for part in range(wrapping.count)]
+        made = new_input(self.tracer, wrapping, parts_of(given.value, wrapping), partial(primal_name, number))
         if differentiable:
             made.requires_grad_(True)
         if given.kind is PrimalKind.PARAMETER and wrapping.cls is None:
             made._is_param = True
-        self.leaves.append(made)
         entered = enter_as(self.plan.entered_as, self.primals[number], made)
         self.entered.append(entered)
-        self.histories.append(entered.grad_fn)
+        self.leaves[number], self.histories[number] = made, entered.grad_fn
         return entered
 
     def found(self, tensor: torch.Tensor) -> Any:

@@ -16,19 +16,22 @@ blocks, each of which ends with a node that completes the gradient of such a lea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk, with_steps
 from retrograd.graph.joint import BackwardStep, Destination
+from retrograd.graph.joint_graph import CaptureOptions
 
 #: more regions than this, and all outputs are differentiated together.
 MOST_REGIONS = 64
 #: if one function makes more contributions to a gradient than this, it adds them up itself, because separate
 #: contributions occupy memory until the region ends.
 MOST_APART = 32
+#: most cuts that are made: each costs a node and a call.
+MOST_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,12 @@ class RegionNodes:
 
     nodes: tuple[int, ...]
     roots: tuple[int, ...]
-    destinations: tuple[Destination, ...]
-    sends: Mapping[tuple[int, int], Destination] = field(default_factory=dict, compare=False)
+    sends: Mapping[tuple[int, int], Destination]
+
+    @property
+    def destinations(self) -> tuple[Destination, ...]:
+        """Where its gradients go."""
+        return tuple(dict.fromkeys(self.sends.values()))
 
 
 @dataclass(frozen=True)
@@ -63,139 +70,206 @@ class Structure:
 def divide(
     graph: LiveGraph,
     primals: Mapping[int, int],
-    single: bool = False,
-    hooked_leaves: Collection[int] = (),
-    sums_apart: bool = False,
+    options: CaptureOptions,
+    leaves: Collection[int] = (),
     steps: Mapping[int, Sequence[Sequence[int]]] = MappingProxyType({}),
 ) -> Structure:
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
     Args:
         primals: by node that accumulates: the primal whose gradient it is.
-        hooked_leaves: primals whose gradients become visible one by one: regions end where these are
-            complete. single, sums_apart: as in ``aot.capture``.
+        leaves: primals whose gradients may have to become visible one by one.
         steps: by node that stands for several of eager's, which of its edges each of these has.
     """
     stepwise, _ = with_steps(graph, steps)
     order = [node for node in eager_walk(stepwise) if node != ROOT and node < len(graph.nodes)]
-    reached = _reached_by(graph, primals, order)
-    borders = frozenset(graph.roots)
-    if single or len(set(reached.values())) > MOST_REGIONS:
-        everything = frozenset().union(*reached.values())
-        reached, borders = dict.fromkeys(reached, everything), frozenset()
-    region_of: Mapping[int, Hashable] = reached
-    if hooked_leaves:
-        region_of = cut_into_blocks(graph, primals, order, reached, hooked_leaves)
-    blocks = cut_between_contributions(graph, primals, order, region_of) if sums_apart else None
-    is_cut, leading = blocks is not None, _leading(graph, primals, order)
-    region_of = blocks or region_of
-    return _Division(graph, primals, order, borders, region_of, sums_apart, is_cut, leading).structure()
+    return _Division(graph, primals, options, leaves, order).structure()
 
 
-def _reached_by(
-    graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int]
-) -> dict[int, frozenset[int]]:
-    """For each node that does not accumulate, the visible tensors that reach it."""
-    reached: dict[int, set[int]] = {}
-    for boundary, root in enumerate(graph.roots):
-        reached.setdefault(root.node, set()).add(boundary)
-    borders = set(graph.roots)
-    for node in order:
-        for edge in () if node in primals else graph.nodes[node].edges:
-            if edge is not None and edge not in borders and edge.node not in primals:
-                reached.setdefault(edge.node, set()).update(reached[node])
-    return {node: frozenset(roots) for node, roots in reached.items()}
-
-
-def _leading(graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int]) -> set[int]:
-    """The nodes, besides those that accumulate, from which a gradient comes to a primal."""
-    found: set[int] = set()
-    for node in reversed(order):
-        below = [edge.node for edge in graph.nodes[node].edges if edge is not None]
-        if node not in primals and any(other in primals or other in found for other in below):
-            found.add(node)
-    return found
-
-
-@dataclass
 class _Division:
-    graph: LiveGraph
-    primals: Mapping[int, int]
-    order: Sequence[int]
-    borders: frozenset[Edge]
-    region_of: Mapping[int, Hashable]
-    sums_apart: bool
-    #: whether regions that contribute to one sum one after the other run one after the other
-    takes_turns: bool
-    #: nodes from which a gradient comes to a primal; the others differentiate a view made under `no_grad`
-    leading: Collection[int]
-    boundaries: dict[Edge, int] = field(default_factory=dict)
+    """One graph that is divided.
+
+    A region that a node belongs to has any hashable name until regions are numbered.
+    """
+
+    def __init__(
+        self,
+        graph: LiveGraph,
+        primals: Mapping[int, int],
+        options: CaptureOptions,
+        leaves: Collection[int],
+        order: Sequence[int],
+    ) -> None:
+        self._graph, self._primals, self._options, self._leaves = graph, primals, options, leaves
+        self._order, self._nodes = order, [node for node in order if node not in primals]
+        self._seen = len(graph.roots)
+        self._boundaries = {edge: number for number, edge in enumerate(graph.roots)}
+        self._borders = frozenset(graph.roots)
+        self._region_of = self._reached_by()
+        if options.single_region or len(set(self._region_of.values())) > MOST_REGIONS:
+            self._borders, self._region_of = frozenset(), dict.fromkeys(self._nodes)
+        if options.split_at_leaf_grads:
+            self._region_of = self._cut_into_blocks()
+        blocks = self._cut_between_contributions() if options.sums_apart else None
+        #: whether regions that contribute to one sum one after the other run one after the other
+        self._takes_turns = blocks is not None
+        self._region_of = blocks or self._region_of
+        self._leading = self._leading_to_primals()
 
     def structure(self) -> Structure:
-        self.boundaries = {edge: number for number, edge in enumerate(self.graph.roots)}
+        """What the graph is divided into."""
         members: dict[Hashable, list[int]] = {}
-        for node in self.order:
-            if node not in self.primals:
-                members.setdefault(self.region_of[node], []).append(node)
-                for edge in self._crossing(node):
-                    self.boundaries.setdefault(edge, len(self.boundaries))
+        for node in self._nodes:
+            members.setdefault(self._region_of[node], []).append(node)
+            for edge in self._crossing(node):
+                self._boundaries.setdefault(edge, len(self._boundaries))
         regions = self._apart([self._region(nodes) for nodes in members.values()])
         steps = self._steps(regions)
         run = [step.index for step in steps if not step.is_leaf]
         place = {number: i for i, number in enumerate(run)}  # regions are numbered as they run
         order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
-        return Structure(tuple(self.boundaries), tuple(regions[number] for number in run), order)
+        return Structure(tuple(self._boundaries), tuple(regions[number] for number in run), order)
 
-    def _crossing(self, node: int) -> Iterator[Edge]:
+    def _edges(self, node: int) -> list[Edge]:
+        return [edge for edge in self._graph.nodes[node].edges if edge is not None]
+
+    def _contributors(self, nodes: Iterable[int]) -> dict[Edge, list[int]]:
+        """By edge, those of `nodes` that contribute to the gradient there, in order; some more than once."""
+        found: dict[Edge, list[int]] = {}
+        for node in nodes:
+            for edge in self._edges(node):
+                found.setdefault(edge, []).append(node)
+        return found
+
+    # which nodes belong together
+
+    def _reached_by(self) -> dict[int, Hashable]:
+        """For each node, the visible tensors that reach it."""
+        reached: dict[int, set[int]] = {}
+        for edge, boundary in self._boundaries.items():
+            reached.setdefault(edge.node, set()).add(boundary)
+        for node in self._nodes:
+            for edge in self._edges(node):
+                if edge not in self._borders and edge.node not in self._primals:
+                    reached.setdefault(edge.node, set()).update(reached[node])
+        return {node: frozenset(roots) for node, roots in reached.items()}
+
+    def _cut_between_contributions(self) -> dict[int, Hashable] | None:
+        """For each node, its region and the number of its block. None if there would be too many blocks.
+
+        A sum of three or more has eager's bits only if it is made in eager's order; something from outside
+        may be added to what arrives at visible tensors and primals. So where one region contributes to a sum
+        after another, both are cut, and all others too: what eager runs before the cut then runs before what
+        it runs after it.
+        """
+        region_of, cuts = self._region_of, set[int]()
+        for edge, nodes in self._contributors(self._nodes).items():
+            is_open = edge in self._boundaries or edge.node in self._primals
+            if len(nodes) > (1 if is_open else 2):
+                cuts |= {after for before, after in pairwise(nodes) if region_of[before] != region_of[after]}
+        numbers = accumulate(node in cuts for node in self._order)
+        block = dict(zip(self._order, numbers, strict=True))
+        blocks: dict[int, Hashable] = {node: (region_of[node], block[node]) for node in self._nodes}
+        return blocks if len(set(blocks.values())) <= MOST_REGIONS else None
+
+    def _cut_into_blocks(self) -> dict[int, Hashable]:
+        """For each node, its region and the number of its block."""
+        members: dict[Hashable, list[int]] = {}
+        for node in self._nodes:
+            members.setdefault(self._region_of[node], []).append(node)
+        cuts = {region: self._cuts(nodes) for region, nodes in members.items()}
+        every = -(-sum(map(len, cuts.values())) // MOST_BLOCKS) or 1
+        blocks: dict[int, Hashable] = {}
+        for region, nodes in members.items():
+            chosen, block = set(cuts[region][every - 1 :: every]), 0
+            for place, node in enumerate(nodes):
+                blocks[node] = (region, block)
+                block += place in chosen
+        return blocks
+
+    def _cuts(self, nodes: Sequence[int]) -> list[int]:
+        """Places among the `nodes` of a region after which to cut, in order. These are the nodes that
+        complete the gradient of one of the leaves. The last node is left out, and so is every place where a
+        cut would change the order of a sum.
+
+        A block adds up what it gives to one place before anything else is added. That is eager's sum if, of
+        those that give to one place, only one comes after the cut.
+        """
+        place = {node: i for i, node in enumerate(nodes)}
+        given = {edge: [place[one] for one in by] for edge, by in self._contributors(nodes).items()}
+        completed = {
+            places[-1] for edge, places in given.items() if self._primals.get(edge.node) in self._leaves
+        }
+        sums = [(places[0], places[-2]) for places in given.values() if len(places) > 2]
+        return [
+            place
+            for place in sorted(completed)
+            if place < len(nodes) - 1 and not any(first <= place < last for first, last in sums)
+        ]
+
+    # what crosses from region to region
+
+    def _leading_to_primals(self) -> set[int]:
+        """The nodes from which a gradient comes to a primal; the others differentiate a view made under
+        `no_grad`."""
+        found: set[int] = set()
+        for node in reversed(self._nodes):
+            if any(edge.node in self._primals or edge.node in found for edge in self._edges(node)):
+                found.add(node)
+        return found
+
+    def _crossing(self, node: int) -> list[Edge]:
         """Edges of the node that lead to a primal, through another region."""
-        for edge in self.graph.nodes[node].edges:
-            if edge is None or edge.node not in self.leading:
-                continue
-            if edge in self.borders or self.region_of[edge.node] != self.region_of[node]:
-                yield edge
+        own = self._region_of[node]
+        return [
+            edge
+            for edge in self._edges(node)
+            if edge.node in self._leading and (edge in self._borders or self._region_of[edge.node] != own)
+        ]
 
     def _region(self, nodes: list[int]) -> RegionNodes:
         inside = set(nodes)
-        roots = [number for edge, number in self.boundaries.items() if edge.node in inside]
+        roots = [number for edge, number in self._boundaries.items() if edge.node in inside]
         sends: dict[tuple[int, int], Destination] = {}
         for node in nodes:
             crossing = set(self._crossing(node))
-            for place, edge in enumerate(self.graph.nodes[node].edges):
+            for place, edge in enumerate(self._graph.nodes[node].edges):
                 if edge in crossing:
-                    sends[node, place] = Destination(self.boundaries[edge], True)
-                elif edge is not None and edge.node in self.primals:
-                    sends[node, place] = Destination(self.primals[edge.node])
-        return RegionNodes(tuple(nodes), tuple(roots), tuple(dict.fromkeys(sends.values())), sends)
+                    sends[node, place] = Destination(self._boundaries[edge], True)
+                elif edge is not None and edge.node in self._primals:
+                    sends[node, place] = Destination(self._primals[edge.node])
+        return RegionNodes(tuple(nodes), tuple(roots), sends)
+
+    def _is_hidden(self, there: Destination) -> bool:
+        """Whether nothing is added from outside to the gradient there."""
+        return there.is_boundary and there.index >= self._seen
 
     def _apart(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
         """Keep contributions to a gradient apart, where there are three or more from several regions. With
-        `sums_apart`, also those of one region, if contributions from outside the function may be added to
-        them; nothing is added from outside to the gradient of a hidden boundary."""
+        `sums_apart`, also those of one region, if contributions from outside the function may be added."""
         counts = [Counter(region.sends.values()) for region in regions]
         total = sum(counts, Counter[Destination]())
         shared = {
-            there for there in total if total[there] > 2 and sum(there in count for count in counts) > 1
+            there
+            for there, count in total.items()
+            if (count > 2 and sum(there in one for one in counts) > 1)
+            or (self._options.sums_apart and 1 < count <= MOST_APART and not self._is_hidden(there))
         }
-        if self.sums_apart:
-            seen = len(self.graph.roots)
-            shared |= {
-                there
-                for there, count in total.items()
-                if 1 < count <= MOST_APART and not (there.is_boundary and there.index >= seen)
-            }
         return [_numbered(region, shared) for region in regions]
+
+    # the order
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
         """The steps in order. A region runs as late as possible: just before the user can see something of
         it, which is a hook on a visible tensor or a complete gradient."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
-        boundary_home = [home[edge.node] for edge in self.boundaries]
+        boundary_home = [home[edge.node] for edge in self._boundaries]
         needs: dict[int | Destination, list[int]] = {}
         for number, region in enumerate(regions):
             for there in region.destinations:
                 key = boundary_home[there.index] if there.is_boundary else Destination(there.index)
                 needs.setdefault(key, []).append(number)
-        for before, after in self._turns(regions) if self.takes_turns else ():
+        for before, after in self._turns(regions) if self._takes_turns else ():
             needs.setdefault(after, []).append(before)
         steps: dict[BackwardStep, None] = {}
 
@@ -205,12 +279,12 @@ class _Division:
                     run(before)
                 steps[BackwardStep(number)] = None
 
-        roots = {edge.node for edge in self.graph.roots}
-        for node in self.order:
-            if node in self.primals:
-                for number in needs[Destination(self.primals[node])]:
+        roots = {edge.node for edge in self._graph.roots}
+        for node in self._order:
+            if node in self._primals:
+                for number in needs[Destination(self._primals[node])]:
                     run(number)
-                steps[BackwardStep(self.primals[node], True)] = None
+                steps[BackwardStep(self._primals[node], True)] = None
             elif node in roots:
                 run(home[node])
         return list(steps)
@@ -222,107 +296,15 @@ class _Division:
             for there in region.sends.values():
                 givers.setdefault(replace(there, number=0), []).append(number)
         for there, numbers in givers.items():
-            if len(numbers) > (2 if there.is_boundary and there.index >= len(self.graph.roots) else 1):
+            if len(numbers) > (2 if self._is_hidden(there) else 1):
                 yield from pairwise(dict.fromkeys(numbers))
 
 
 def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
-    if not any(there in shared for there in region.destinations):
-        return region
+    """The region, whose contributions to the destinations `shared` are numbered."""
     seen = Counter[Destination]()
     sends = {}
     for place, there in region.sends.items():
         sends[place] = replace(there, number=seen[there]) if there in shared else there
         seen[there] += 1
-    return replace(region, destinations=tuple(dict.fromkeys(sends.values())), sends=sends)
-
-
-#: most cuts that are made: each costs a node and a call.
-MOST_BLOCKS = 32
-
-
-def cut_between_contributions(
-    graph: LiveGraph, primals: Mapping[int, int], order: Sequence[int], region_of: Mapping[int, Hashable]
-) -> dict[int, Hashable] | None:
-    """For each node that does not accumulate: its region, and the number of its block. None if there would be
-    too many blocks.
-
-    A sum of three or more has eager's bits only if it is made in eager's order; something from outside may be
-    added to what arrives at visible tensors and primals. So where one region contributes to a sum after
-    another, both are cut, and all others too: what eager runs before the cut then runs before what it runs
-    after it.
-    """
-    seen = set(graph.roots)
-    givers: dict[Edge, list[int]] = {}
-    for node in order:
-        for edge in () if node in primals else graph.nodes[node].edges:
-            if edge is not None:
-                givers.setdefault(edge, []).append(node)
-    sums = [
-        nodes
-        for edge, nodes in givers.items()
-        if len(nodes) > (1 if edge in seen or edge.node in primals else 2)
-    ]
-    cuts = {
-        after for nodes in sums for before, after in pairwise(nodes) if region_of[before] != region_of[after]
-    }
-    blocks: dict[int, Hashable] = {}
-    number = 0
-    for node in order:
-        number += node in cuts
-        if node not in primals:
-            blocks[node] = (region_of[node], number)
-    return blocks if len(set(blocks.values())) <= MOST_REGIONS else None
-
-
-def cut_into_blocks(
-    graph: LiveGraph,
-    primals: Mapping[int, int],
-    order: Sequence[int],
-    region_of: Mapping[int, Hashable],
-    hooked_leaves: Collection[int],
-) -> dict[int, Hashable]:
-    """For each node that does not accumulate: its region and the number of its block."""
-    nodes: dict[Hashable, list[int]] = {}
-    for node in order:
-        if node not in primals:
-            nodes.setdefault(region_of[node], []).append(node)
-    cuts = {region: _cuts(graph, primals, inside, hooked_leaves) for region, inside in nodes.items()}
-    every = -(-sum(map(len, cuts.values())) // MOST_BLOCKS) or 1
-    blocks: dict[int, Hashable] = {}
-    for region, inside in nodes.items():
-        chosen = set(cuts[region][every - 1 :: every])
-        block = 0
-        for place, node in enumerate(inside):
-            blocks[node] = (region, block)
-            block += place in chosen
-    return blocks
-
-
-def _cuts(
-    graph: LiveGraph, primals: Mapping[int, int], nodes: Sequence[int], hooked_leaves: Collection[int]
-) -> list[int]:
-    """Places among `nodes` after which to cut, in order. These are the nodes that complete the gradient of a
-    hooked leaf. The last node is left out, and so is every place where a cut would change the order of a sum.
-
-    A block adds up what it gives to one place before anything else is added. That is eager's sum if, of those
-    that give to one place, only one comes after the cut.
-    """
-    given: dict[Hashable, list[int]] = {}
-    for place, node in enumerate(nodes):
-        for edge in graph.nodes[node].edges:
-            if edge is not None:
-                given.setdefault(edge, []).append(place)
-    completed = {
-        places[-1]
-        for edge, places in given.items()
-        if edge.node in primals and primals[edge.node] in hooked_leaves  # type: ignore[attr-defined]
-    }
-    return [
-        place
-        for place in sorted(completed)
-        if place < len(nodes) - 1
-        and not any(
-            places[0] <= place and len(places) > 2 and places[-2] > place for places in given.values()
-        )
-    ]
+    return replace(region, sends=sends)
