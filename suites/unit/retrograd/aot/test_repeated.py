@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
-from retrograd._torch.trace import runs
-from retrograd.aot import repeated, saved, shorter
+from retrograd._torch.trace import blocks
+from retrograd.aot import repeated
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.trace.differentiate import Manner
 from retrograd.backends.base import Backend
@@ -35,13 +35,13 @@ Program = Callable[[Tensor], Any]
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The copies that are written into graphs, in order."""
     found: list[Any] = []
-    outputs = runs._Written.outputs
+    outputs = blocks.Instance.outputs
 
     def noted(copy: Any, args: Any) -> Any:
         found.append(copy)
         return outputs(copy, args)
 
-    monkeypatch.setattr(runs._Written, "outputs", noted)
+    monkeypatch.setattr(blocks.Instance, "outputs", noted)
     return found
 
 
@@ -257,8 +257,8 @@ def test_copy_that_is_given_something_else_is_traced(
 ) -> None:
     """Dynamo's strides are not always those of the trace."""
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
-    fits = runs._fits
-    monkeypatch.setattr(runs, "_fits", lambda *given: len(written) != 2 and fits(*given))
+    fits = blocks.TracedBlock.fits
+    monkeypatch.setattr(blocks.TracedBlock, "fits", lambda *given: len(written) != 2 and fits(*given))
     found, _ = repeated.capture_graph(state, Manner())
     assert len(written) == 2
     _assert_equal(found, capture_divided(state, Manner())[0])
@@ -268,13 +268,13 @@ def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an autograd node holds in Python must not lead back to it."""
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
     found: list[weakref.ref[Any]] = []
-    outputs = runs._Written.outputs
+    outputs = blocks.Instance.outputs
 
     def noted(copy: Any, args: Any) -> Any:
         found.append(weakref.ref(copy))
         return outputs(copy, args)
 
-    monkeypatch.setattr(runs._Written, "outputs", noted)
+    monkeypatch.setattr(blocks.Instance, "outputs", noted)
     joint, _ = repeated.capture_graph(state, Manner())
     gc.collect()
     assert len(found) == DEPTH - 1
@@ -356,67 +356,3 @@ def test_functions_in_copies_are_known(
     assert len(written) == DEPTH - 1
     assert found.with_functions == {0}
     _assert_equal(found, capture_divided(state, Manner())[0])
-
-
-def _deep(
-    name: str, monkeypatch: pytest.MonkeyPatch, loss: Any = square
-) -> tuple[JointGraph, list[shorter.Chain]]:
-    state = _state_of(Stack(PROGRAMS[name][0], loss, depth=12), torch.rand(4, WIDTH), monkeypatch)
-    joint, _ = repeated.capture_graph(
-        replace(state, decompositions=InductorBackend().decompositions()), Manner()
-    )
-    return joint, joint.gm.meta["chains"]
-
-
-_DEEP = ("residual", "changes inside", "without grad inside", "cast inside", "dropped", "joined")
-
-
-@pytest.mark.parametrize("name", _DEEP)
-def test_shorter_graph_saves_what_the_whole_one_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    joint, chains = _deep(name, monkeypatch)
-    assert [len(chain.copies) for chain in chains] == [11]
-    sizes: list[int] = []
-    cut_by = saved.cut_by
-
-    def counted(partitioner: Any, gm: fx.GraphModule, *args: Any) -> list[str]:
-        sizes.append(len(gm.graph.nodes))
-        return cut_by(partitioner, gm, *args)
-
-    monkeypatch.setattr(saved, "cut_by", counted)
-    found = aot.partition(joint)
-    joint.gm.meta["chains"] = []
-    expected = aot.partition(joint)
-    assert found.saved_bytes == expected.saved_bytes
-    assert [saved.name for saved in found.saved] == [saved.name for saved in expected.saved]
-    short, whole = sizes
-    assert short < 0.6 * whole
-
-
-def late(results: list[Tensor]) -> Tensor:
-    """A loss that also reads what one of the layers gives."""
-    return square(results) + results[5].sin().square().mean()
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [("residual", lambda results: results), ("residual", late), ("shares", square)],
-    ids=["returned", "read by the loss", "read by other copies"],
-)
-def test_copies_that_others_read_are_not_left_out(
-    name: str, loss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joint, chains = _deep(name, monkeypatch, loss)
-    count = joint.signature.forward_count
-    assert len(chains) == 1
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: pytest.fail("cut")) is None
-
-
-def test_neighbours_that_save_different_values_cannot_speak_for_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    joint, chains = _deep("residual", monkeypatch)
-    first = chains[0].copies[0][chains[0].calls]
-    second = chains[0].copies[1][chains[0].calls]
-    count = joint.signature.forward_count
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [second]) is None
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [first]) == [first]

@@ -28,21 +28,18 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
     _MakefxTracer,
     get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import has_preserved_node_meta
 
-from retrograd._torch.fx import add_call, has_effect, is_mutating, is_random, lazily, real_tensors
+from retrograd._torch.fx import has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.operators import refuse_asynchronous
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd._torch.trace.layouts import laid_out_as_real
-from retrograd._torch.trace.recall import remember_calls
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.process import tracing
@@ -57,7 +54,7 @@ class GraphTracer:
         self._tracer = tracer
         self._create_node = tracer.create_node
         self.note: dict[str, Any] = {}
-        tracer.create_node, tracer.add_call = self._created, self._added
+        tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
         """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
@@ -99,16 +96,6 @@ class GraphTracer:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
             self._annotate(node)
-        return node
-
-    def _added(self, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
-        """A call that was traced before. Those of operators in other libraries are looked at again."""
-        is_own = getattr(target, "namespace", "aten") in ("aten", "prims")
-        if has_preserved_node_meta() or not is_own:
-            node: fx.Node = self._tracer.create_node("call_function", target, args, kwargs, name)
-            return node
-        node = add_call(self._tracer.graph, target, args, kwargs, name)
-        self._annotate(node)
         return node
 
     def _annotate(self, node: fx.Node) -> None:
@@ -267,8 +254,6 @@ class _GraphMaker(_MakefxTracer):
     def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
         fx_tracer.trace = partial(_trace, fx_tracer)
         super()._construct_modes_with_fx_tracer(fx_tracer)
-        if isinstance(self.proxy_mode, ProxyTorchDispatchMode):
-            remember_calls(self.proxy_mode)
         self.torch_fn_metadata_mode = nullcontext()  # nobody reads what it notes
 
 

@@ -40,11 +40,10 @@ from retrograd._torch.tensor import inner_tensors
 from retrograd._torch.trace import (
     JointTracer,
     errors_uncaught,
+    instance_of,
     is_traced,
-    kept_by_run,
     plain,
     to_functional,
-    traced_run_of,
 )
 from retrograd.aot.parts import viewed
 from retrograd.aot.released import Releasable, releasable
@@ -253,8 +252,8 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     hooked_leaves = frozenset(
         primal for primal in primals.values() if manner.split_at_leaf_grads and inputs.primals[primal].is_leaf
     )
-    runs = {i: run for i, node in enumerate(graph.nodes) if (run := traced_run_of(node.handle))}
-    steps = {i: run.steps for i, run in runs.items()}
+    blocks = {i: found.block for i, node in enumerate(graph.nodes) if (found := instance_of(node.handle))}
+    steps = {i: block.steps for i, block in blocks.items()}
     structure = divide(graph, primals, manner.single_region, hooked_leaves, manner.sums_apart, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
         raise not_representable("a result requires grad, and its gradient goes nowhere")
@@ -279,10 +278,9 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
-            inside = [runs[node] for node in region.nodes if node in runs]
-            _note_contents(
-                made, number, inside, [graph.nodes[i].handle for i in region.nodes if i not in runs]
-            )
+            inside = [blocks[node] for node in region.nodes if node in blocks]
+            handles = [graph.nodes[i].handle for i in region.nodes if i not in blocks]
+            _note_contents(made, number, inside, handles)
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = Walk(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
@@ -301,14 +299,14 @@ def differentiate(tracer: JointTracer, inputs: Inputs, analysis: Analysis, manne
     return made
 
 
-def _note_contents(made: Differentiated, number: int, runs: Sequence[Any], handles: Sequence[Any]) -> None:
-    """Note what matters about the nodes of a region: those of `runs` that were traced once, and `handles`."""
+def _note_contents(made: Differentiated, number: int, blocks: Sequence[Any], handles: Sequence[Any]) -> None:
+    """Note what matters about the nodes of a region: those of traced `blocks`, and `handles`."""
     functions = [one for one in handles if hasattr(one, "apply")]
-    if functions or any(run.has_functions for run in runs):
+    if functions or any(block.has_functions for block in blocks):
         made.with_functions.add(number)
-    if not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in runs):
+    if not all(map(materializes_grads, functions)) or any(block.undefined_matters for block in blocks):
         made.undefined_matters.add(number)
-    if any(run.saves for run in runs) or any(map(saves_tensors, handles)):
+    if any(block.saves for block in blocks) or any(map(saves_tensors, handles)):
         made.saving.add(number)
 
 
@@ -334,7 +332,7 @@ def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[T
 
 def _refuse_effects(graph: LiveGraph) -> None:
     for node in graph.nodes:
-        function = None if traced_run_of(node.handle) else getattr(node.handle, "_forward_cls", None)
+        function = None if instance_of(node.handle) else getattr(node.handle, "_forward_cls", None)
         if function is not None and (reason := why_backward_has_effects(function)) is not None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 
@@ -346,8 +344,8 @@ def _mark_kept(
     Those of the numbers `again` are inside a checkpoint, which saves nothing and makes them anew."""
     made: list[fx.Node | None] = []
     for one in nodes:
-        if traced_run_of(one.handle):
-            made += kept_by_run(one.handle)
+        if (block := instance_of(one.handle)) is not None:
+            made += [node for inner, node in block.nodes.items() if KEPT_FOR in inner.meta]
         elif one.sequence not in again:
             tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
             made += map(tracer.node_of, tensors)
