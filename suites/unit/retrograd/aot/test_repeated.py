@@ -203,8 +203,8 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, int]] = {
     "autocast": (residual, square, lambda: torch.autocast("cpu", dtype=torch.bfloat16), 5),
     # The gradient of the last copy lies like its output, and those of the others are turned.
     "views at the end": (views_at_the_end, square, nullcontext, 8),
-    # The sum sends back an expanded gradient: the last copy is written for that, all once more.
-    "sum": (residual, lambda results: results[-1].sum(), nullcontext, 10),
+    # The sum sends back an expanded gradient: the last copy is traced as usual, all others once more.
+    "sum": (residual, lambda results: results[-1].sum(), nullcontext, 9),
 }
 
 

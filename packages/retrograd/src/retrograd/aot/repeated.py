@@ -130,24 +130,22 @@ class _Kind:
 
     Attributes:
         blocks: in order; `copies` are called in their place.
-        traced: by form of the cotangent (None: like the output), what was captured.
     """
 
     state: CaptureState
     gm: fx.GraphModule
     blocks: list[_Block]
     copies: list[BlockCopy] = field(default_factory=list)
-    traced: dict[Form | None, TracedBlock | None] = field(default_factory=dict)
 
     def expect(self, copy: BlockCopy, form: Form | None) -> None:
-        """`copy` gets such a cotangent; so may those before it, whose backward blocks later, unless it is
-        expanded, as the gradient of a sum is."""
-        if form not in self.traced:
-            block = None if form is None or form.offset else self.capture(form.stride)
-            self.traced[form] = block if block is not None and block.cotangent == form else None
-        last = self.copies.index(copy)
-        for one in self.copies[last if form is None or 0 in form.stride else 0 : last + 1]:
-            one.cotangent = form
+        """`copy` gets such a cotangent; so may those before it, whose backward runs later. If it is expanded,
+        as the gradient of a sum is, only `copy` gets it, and is traced as usual."""
+        place = self.copies.index(copy)
+        block = None if form is None or form.offset or 0 in form.stride else self.capture(form.stride)
+        if block is not None and block.cotangent != form:
+            block = None
+        for one in self.copies[place if block is None else 0 : place + 1]:
+            one.block = block
 
     def capture(self, strides: Sequence[int] | None = None) -> TracedBlock | None:
         """Capture the first block, for a cotangent with these strides; None if it does not qualify."""
@@ -235,7 +233,7 @@ def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
     """The kinds of blocks of which one was captured."""
     groups = defaultdict[Hashable, list[_Block]](list)
     for block in _blocks(gm.graph):
-        if _can_be_written(block, state.thread_modes):
+        if _qualifies(block, state.thread_modes):
             structure = structure_of(block.calls, block.inputs, block.outputs)
             groups[structure, tuple(map(_value_key, block.inputs))].append(block)
     kinds = []
@@ -243,10 +241,7 @@ def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
         kind = _Kind(state, gm, blocks)
         if structure is None or len(blocks) < _COPIES or (traced := kind.capture()) is None:
             continue
-        kind.traced[None] = traced
-        kind.copies = [
-            BlockCopy(kind.traced, _handed_on(block), partial(_otherwise, block, gm)) for block in blocks
-        ]
+        kind.copies = [BlockCopy(traced, _handed_on(one), partial(_otherwise, one, gm)) for one in blocks]
         kinds.append(kind)
     return kinds
 
@@ -266,7 +261,7 @@ def _blocks(graph: fx.Graph) -> Iterator[_Block]:
         return
     place = {node: i for i, node in enumerate(calls)}
     # There can be no border where grad mode or autocast are not as at the beginning.
-    uses: list[tuple[int, int, float | None]] = [(*place, None) for place in switched(calls)]
+    uses: list[tuple[int, int, float | None]] = [(i, i + 1, None) for i in switched(calls)]
     for i, node in enumerate(calls):
         uses.append((i, last_use(node, place), _cost(_example(node))))
     costs = boundary_costs(len(calls), [use for use in uses if use[1] > use[0]])
@@ -312,7 +307,7 @@ def _is_given(node: fx.Node) -> bool:
     return not node.op.startswith("call_")
 
 
-def _can_be_written(block: _Block, modes: ThreadModes) -> bool:
+def _qualifies(block: _Block, modes: ThreadModes) -> bool:
     given, made = ([*map(_example, nodes)] for nodes in (block.inputs, block.outputs))
     if not given or not all(map(form_of, (*given, *made))):
         return False

@@ -126,29 +126,20 @@ class BlockCopy:
     """One copy of a block, called in place of its calls.
 
     Args:
-        traced: the block, as far as it is known, by form of a cotangent (None: laid out like the output).
+        block: what is written for it; None if it is traced as usual.
         handed_on: what nodes of each of its calls are to know of it.
         otherwise: runs the calls themselves.
-
-    Attributes:
-        cotangent: the form that the cotangent will have.
     """
 
     __name__ = __qualname__ = "block"
 
     def __init__(
         self,
-        traced: Mapping[Form | None, TracedBlock | None],
+        block: TracedBlock | None,
         handed_on: Sequence[Mapping[str, Any]],
         otherwise: Callable[..., Any],
     ) -> None:
-        self._traced, self.handed_on, self._otherwise = traced, handed_on, otherwise
-        self.cotangent: Form | None = None
-
-    @property
-    def block(self) -> TracedBlock | None:
-        """What is written for it."""
-        return self._traced.get(self.cotangent)
+        self.block, self.handed_on, self._otherwise = block, handed_on, otherwise
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Trace the copy: its outputs."""
@@ -271,21 +262,15 @@ _SETS_GRAD_MODE = torch._C._set_grad_enabled
 _KNOWN = (_ENTERS, _EXITS, _SETS_GRAD_MODE, torch._C._log_api_usage_once, operator.setitem)
 
 
-def switched(calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
-    """Where grad mode or autocast are not as before all calls: after which call, and until which."""
-    since: int | None = None
+def switched(calls: Sequence[fx.Node]) -> Iterator[int]:
+    """The places of the calls after which grad mode or autocast are not as before all calls."""
     depth, grad = 0, torch.is_grad_enabled()
+    before = grad
     for i, node in enumerate(calls):
         depth += (node.target is _ENTERS) - (node.target is _EXITS)
         grad = bool(node.args[0]) if node.target is _SETS_GRAD_MODE else grad
-        is_other = depth != 0 or grad != torch.is_grad_enabled()
-        if is_other and since is None:
-            since = i
-        elif not is_other and since is not None:
-            yield since, i
-            since = None
-    if since is not None:
-        yield since, len(calls)
+        if depth or grad != before:
+            yield i
 
 
 def switches_more(node: fx.Node) -> bool:

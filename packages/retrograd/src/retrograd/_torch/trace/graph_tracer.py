@@ -46,6 +46,9 @@ from retrograd.process import tracing
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
+#: inside, on this thread, torch's Python forms of operators are used where there are any.
+python_forms: Callable[[], AbstractContextManager[Any]] = enable_python_dispatcher
+
 
 class GraphTracer:
     """What the body of a trace works with; every node carries the entries of `note` in its metadata."""
@@ -240,12 +243,6 @@ def make_graph(
         gm = _GraphMaker(table, "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
-
-
-def python_forms() -> AbstractContextManager[Any]:
-    """Inside, on this thread, torch's Python forms of operators are used where there are any."""
-    forms: AbstractContextManager[Any] = enable_python_dispatcher()
-    return forms
 
 
 class _GraphMaker(_MakefxTracer):
