@@ -25,7 +25,6 @@ from retrograd._torch.state import ThreadModes
 from retrograd._torch.tensor import is_dense
 from retrograd._torch.trace import (
     CALL_OF_BLOCK,
-    HANDED_ON,
     BlockCopy,
     BlockInput,
     Form,
@@ -241,13 +240,9 @@ def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
         kind = _Kind(state, gm, blocks)
         if structure is None or len(blocks) < _COPIES or (traced := kind.capture()) is None:
             continue
-        kind.copies = [BlockCopy(traced, _handed_on(one), partial(_otherwise, one, gm)) for one in blocks]
+        kind.copies = [BlockCopy(traced, one.calls, partial(_otherwise, one, gm)) for one in blocks]
         kinds.append(kind)
     return kinds
-
-
-def _handed_on(block: _Block) -> list[dict[str, Any]]:
-    return [{key: node.meta[key] for key in HANDED_ON if key in node.meta} for node in block.calls]
 
 
 def _otherwise(block: _Block, gm: fx.GraphModule, *args: Any) -> Any:

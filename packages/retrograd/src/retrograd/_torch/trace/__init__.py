@@ -65,7 +65,6 @@ from retrograd._torch.trace.graph_tracer import (
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
 from retrograd._torch.trace.interpret import (
     CALL_OF_BLOCK,
-    HANDED_ON,
     checkpoints_inlined,
     checkpoints_marked,
     draws_repeated,

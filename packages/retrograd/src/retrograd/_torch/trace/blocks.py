@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ class BlockCopy:
 
     Args:
         block: what is written for it; None if it is traced as usual.
-        handed_on: what nodes of each of its calls are to know of it.
+        calls: its calls in Dynamo's graph.
         otherwise: runs the calls themselves.
     """
 
@@ -136,10 +136,10 @@ class BlockCopy:
     def __init__(
         self,
         block: TracedBlock | None,
-        handed_on: Sequence[Mapping[str, Any]],
+        calls: Sequence[fx.Node],
         otherwise: Callable[..., Any],
     ) -> None:
-        self.block, self.handed_on, self._otherwise = block, handed_on, otherwise
+        self.block, self.calls, self._otherwise = block, calls, otherwise
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Trace the copy: its outputs."""
@@ -209,7 +209,8 @@ class Instance:
             node.meta["val"] = self._like(call.meta.get("val"))
             if (number := node.meta.pop(CALL_OF_BLOCK, None)) is not None:
                 node.meta.pop("stack_trace")
-                node.meta.update(self.copy.handed_on[number])
+                meta = self.copy.calls[number].meta
+                node.meta.update({key: meta[key] for key in HANDED_ON if key in meta})
             if call in results:
                 self._values[call] = value = self._like(call.meta["val"])
                 set_proxy_slot(value, tracer, _ProxyTensor(tracer.proxy(node), None))

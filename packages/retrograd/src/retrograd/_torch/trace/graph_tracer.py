@@ -190,10 +190,9 @@ def draws_so_far() -> int:
 
 
 class _Current(threading.local):
-    """The trace that this thread is in; whether it wants to hear nothing of operations that fail."""
+    """The trace that this thread is in."""
 
     tracer: GraphTracer | None = None
-    is_quiet = False
 
 
 _current = _Current()
@@ -239,7 +238,7 @@ def make_graph(
 
     dispatcher = python_forms() if uses_python_forms else nullcontext()
     table = laid_out_as_real(decompositions)
-    with tracing, dispatcher, _unseen(), lazily():
+    with tracing, dispatcher, _without_users_hooks(), lazily():
         gm = _GraphMaker(table, "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
@@ -274,20 +273,15 @@ def noted_here() -> Mapping[str, Any]:
     return _current.tracer.note if _current.tracer is not None else {}
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, an operation that fails on fake tensors is not logged as an error: it becomes a reason. The
-    user's saved-tensor hooks do not see the graphs that are made, which are our own."""
-    before, _current.is_quiet = _current.is_quiet, True
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    try:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if hooked else nullcontext():
-            yield
-    finally:
-        _current.is_quiet = before
+def _without_users_hooks() -> AbstractContextManager[Any]:
+    """Inside, the user's saved-tensor hooks do not see the graphs that are made, which are our own."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)
+# While a thread traces, an operation that fails on fake tensors is not logged: it becomes a reason.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: _current.tracer is None)
 
 
 def _placeholders_first(graph: fx.Graph) -> None:
