@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
-from retrograd._torch.trace import runs
-from retrograd.aot import repeated, saved, shorter
+from retrograd._torch.trace import blocks
+from retrograd.aot import repeated
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend, InductorBackend
@@ -34,13 +34,13 @@ Program = Callable[[Tensor], Any]
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The copies that are written into graphs, in order."""
     found: list[Any] = []
-    outputs = runs._Written.outputs
+    outputs = blocks.Instance.outputs
 
     def noted(copy: Any, args: Any) -> Any:
         found.append(copy)
         return outputs(copy, args)
 
-    monkeypatch.setattr(runs._Written, "outputs", noted)
+    monkeypatch.setattr(blocks.Instance, "outputs", noted)
     return found
 
 
@@ -202,8 +202,8 @@ PROGRAMS: dict[str, tuple[Any, Any, Any, int]] = {
     "autocast": (residual, square, lambda: torch.autocast("cpu", dtype=torch.bfloat16), 5),
     # The gradient of the last copy lies like its output, and those of the others are turned.
     "views at the end": (views_at_the_end, square, nullcontext, 8),
-    # The sum sends back an expanded gradient: the last copy is written for that, all once more.
-    "sum": (residual, lambda results: results[-1].sum(), nullcontext, 10),
+    # The sum sends back an expanded gradient: the last copy is traced as usual, all others once more.
+    "sum": (residual, lambda results: results[-1].sum(), nullcontext, 9),
 }
 
 
@@ -256,8 +256,8 @@ def test_copy_that_is_given_something_else_is_traced(
 ) -> None:
     """Dynamo's strides are not always those of the trace."""
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
-    fits = runs._fits
-    monkeypatch.setattr(runs, "_fits", lambda *given: len(written) != 2 and fits(*given))
+    fits = blocks.TracedBlock.fits
+    monkeypatch.setattr(blocks.TracedBlock, "fits", lambda *given: len(written) != 2 and fits(*given))
     found, _ = repeated.capture_graph(state, CaptureOptions())
     assert len(written) == 2
     _assert_equal(found, capture_divided(state, CaptureOptions())[0])
@@ -267,13 +267,13 @@ def test_nothing_of_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an autograd node holds in Python must not lead back to it."""
     state = _state_of(Stack(residual, square), torch.rand(4, WIDTH), monkeypatch)
     found: list[weakref.ref[Any]] = []
-    outputs = runs._Written.outputs
+    outputs = blocks.Instance.outputs
 
     def noted(copy: Any, args: Any) -> Any:
         found.append(weakref.ref(copy))
         return outputs(copy, args)
 
-    monkeypatch.setattr(runs._Written, "outputs", noted)
+    monkeypatch.setattr(blocks.Instance, "outputs", noted)
     joint, _ = repeated.capture_graph(state, CaptureOptions())
     gc.collect()
     assert len(found) == DEPTH - 1
@@ -355,67 +355,3 @@ def test_functions_in_copies_are_known(
     assert len(written) == DEPTH - 1
     assert [region.has_functions for region in found.signature.regions] == [True]
     _assert_equal(found, capture_divided(state, CaptureOptions())[0])
-
-
-def _deep(
-    name: str, monkeypatch: pytest.MonkeyPatch, loss: Any = square
-) -> tuple[JointGraph, list[shorter.Chain]]:
-    state = _state_of(Stack(PROGRAMS[name][0], loss, depth=12), torch.rand(4, WIDTH), monkeypatch)
-    joint, _ = repeated.capture_graph(
-        replace(state, decompositions=InductorBackend().decompositions()), CaptureOptions()
-    )
-    return joint, joint.gm.meta["chains"]
-
-
-_DEEP = ("residual", "changes inside", "without grad inside", "cast inside", "dropped", "joined")
-
-
-@pytest.mark.parametrize("name", _DEEP)
-def test_shorter_graph_saves_what_the_whole_one_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    joint, chains = _deep(name, monkeypatch)
-    assert [len(chain.copies) for chain in chains] == [11]
-    sizes: list[int] = []
-    cut_by = saved.cut_by
-
-    def counted(partitioner: Any, gm: fx.GraphModule, *args: Any) -> list[str]:
-        sizes.append(len(gm.graph.nodes))
-        return cut_by(partitioner, gm, *args)
-
-    monkeypatch.setattr(saved, "cut_by", counted)
-    found = aot.partition(joint)
-    joint.gm.meta["chains"] = []
-    expected = aot.partition(joint)
-    assert found.saved_bytes == expected.saved_bytes
-    assert [saved.name for saved in found.saved] == [saved.name for saved in expected.saved]
-    short, whole = sizes
-    assert short < 0.6 * whole
-
-
-def late(results: list[Tensor]) -> Tensor:
-    """A loss that also reads what one of the layers gives."""
-    return square(results) + results[5].sin().square().mean()
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [("residual", lambda results: results), ("residual", late), ("shares", square)],
-    ids=["returned", "read by the loss", "read by other copies"],
-)
-def test_copies_that_others_read_are_not_left_out(
-    name: str, loss: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joint, chains = _deep(name, monkeypatch, loss)
-    count = joint.signature.forward_count
-    assert len(chains) == 1
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: pytest.fail("cut")) is None
-
-
-def test_neighbours_that_save_different_values_cannot_speak_for_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    joint, chains = _deep("residual", monkeypatch)
-    first = chains[0].copies[0][chains[0].calls]
-    second = chains[0].copies[1][chains[0].calls]
-    count = joint.signature.forward_count
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [second]) is None
-    assert shorter.cut_shorter(joint.gm, count, chains, lambda gm: [first]) == [first]

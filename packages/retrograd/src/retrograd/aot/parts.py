@@ -33,9 +33,6 @@ from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 from retrograd.process import cached_property
 
-#: the entry of a joint graph's metadata for copies of a run that follow each other.
-CHAINS = "chains"
-
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 

@@ -1,16 +1,15 @@
-"""Capture of a graph from Dynamo in which a run of calls comes again, as the layers of a deep model do.
+"""Capture of a graph from Dynamo in which a block of calls is repeated, as the layers of a deep model are.
 
 In: the state of the graph. Out: the `JointGraph` that tracing all of its calls would give. One copy of each
-kind is captured by itself; the others are written down (`_torch.trace.runs`).
+kind is captured by itself; the others are instances of it (`_torch.trace.blocks`).
 
-A copy is written where that is the same as tracing it. It reads and gives tensors, and changes none; one of
-those that it gives has a gradient, so that all of its autograd nodes run one after the other; and nothing of
-what it gives is a view. Contributions to gradients leave it one by one, in eager's order.
+A block qualifies if it has only tensor inputs and outputs, mutates nothing, and has at most one
+differentiable output, so that its autograd nodes run one after the other; and if no output is a view.
+Contributions to gradients leave it one by one, in eager's order.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,27 +20,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import KEPT_FOR, add_copy, has_effect, is_higher_order, is_random
+from retrograd._torch.fx import add_copy, has_effect, is_higher_order, is_random
 from retrograd._torch.state import ThreadModes
 from retrograd._torch.tensor import is_dense
 from retrograd._torch.trace import (
-    CALL_OF_RUN,
-    HANDED_ON,
+    CALL_OF_BLOCK,
+    BlockCopy,
+    BlockInput,
     Form,
     OtherCotangent,
-    RunCopy,
-    RunInput,
-    TracedRun,
+    TracedBlock,
     form_of,
-    noted_run,
+    refuse_block,
     run_graph,
     switched,
     switches_more,
 )
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.parts import CHAINS, extract
-from retrograd.aot.shorter import FEWEST, Chain
+from retrograd.aot.parts import extract
 from retrograd.aot.state import state_of_flat
 from retrograd.aot.trace.structure import Structure
 from retrograd.errors import CaptureError, Refusal
@@ -63,7 +60,7 @@ class GraphCall:
 
     Attributes:
         gm: the graph. module: the tensors that it holds, which come first among the values.
-        graph: runs in place of that of `gm`.
+        graph: blocks in place of that of `gm`.
     """
 
     gm: fx.GraphModule
@@ -88,7 +85,6 @@ def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGra
             try:
                 joint, structure = capture_divided(folded, manner)
                 if not manner.sums_apart or len(structure.regions) <= 1:
-                    joint.gm.meta[CHAINS] = [chain for kind in kinds for chain in kind.chains()]
                     return replace(joint, state=state), structure
                 break  # contributions of several regions take turns, node by node
             except OtherCotangent as found:
@@ -107,7 +103,7 @@ def _may_repeat(state: CaptureState, manner: CaptureOptions) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _Block:
     """Calls of the graph that follow each other, with what they read and what others read of them."""
 
     calls: Sequence[fx.Node]
@@ -115,91 +111,78 @@ class _Run:
     outputs: tuple[fx.Node, ...]
 
     @staticmethod
-    def of(calls: Sequence[fx.Node]) -> _Run:
+    def of(calls: Sequence[fx.Node]) -> _Block:
         inside = set(calls)
         inputs = dict.fromkeys(read for node in calls for read in node.all_input_nodes if read not in inside)
         outputs = [node for node in calls if not inside.issuperset(node.users)]
-        return _Run(calls, tuple(inputs), tuple(outputs))
+        return _Block(calls, tuple(inputs), tuple(outputs))
 
     def module(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The run by itself."""
-        return extract(gm, self.inputs, self.outputs, "run", also=self.calls)
+        """The block by itself."""
+        return extract(gm, self.inputs, self.outputs, "block", also=self.calls)
 
 
 @dataclass(eq=False)
 class _Kind:
-    """Equal runs.
+    """Equal blocks.
 
     Attributes:
-        runs: in order; `copies` are called in their place.
-        traced: by form of the cotangent (None: like the output), what was captured.
+        blocks: in order; `copies` are called in their place.
     """
 
     state: CaptureState
     gm: fx.GraphModule
-    runs: list[_Run]
-    copies: list[RunCopy] = field(default_factory=list)
-    traced: dict[Form | None, TracedRun | None] = field(default_factory=dict)
+    blocks: list[_Block]
+    copies: list[BlockCopy] = field(default_factory=list)
 
-    def expect(self, copy: RunCopy, form: Form | None) -> None:
-        """`copy` gets such a cotangent; so may those before it, whose backward runs later, unless it is
-        expanded, as the gradient of a sum is."""
-        if form not in self.traced:
-            run = None if form is None or form.offset else self.capture(form.stride)
-            self.traced[form] = run if run is not None and run.cotangent == form else None
-        last = self.copies.index(copy)
-        for one in self.copies[last if form is None or 0 in form.stride else 0 : last + 1]:
-            one.cotangent = form
+    def expect(self, copy: BlockCopy, form: Form | None) -> None:
+        """`copy` gets such a cotangent; so may those before it, whose backward runs later. If it is expanded,
+        as the gradient of a sum is, only `copy` gets it, and is traced as usual."""
+        place = self.copies.index(copy)
+        block = None if form is None or form.offset or 0 in form.stride else self.capture(form.stride)
+        if block is not None and block.cotangent != form:
+            block = None
+        for one in self.copies[place if block is None else 0 : place + 1]:
+            one.block = block
 
-    def chains(self) -> Iterator[Chain]:
-        """Copies that follow each other."""
-        for run, group in itertools.groupby(self.copies, lambda one: one.run if one.nodes else None):
-            copies = [[node.name for node in one.nodes or ()] for one in group]
-            if run is None or len(copies) < FEWEST or len(run.outputs) != 1 or run.differentiable is None:
-                continue
-            count, (made,) = len(run.inputs), run.outputs
-            pairs = [*itertools.pairwise(copies)]
-            if any(all(later[i] == one[made] for one, later in pairs) for i in range(count)):
-                yield Chain(copies, count + 1, count, made)
-
-    def capture(self, strides: Sequence[int] | None = None) -> TracedRun | None:
-        """Capture the first run, for a cotangent with these strides; None if that cannot be written down."""
-        run, modes = self.runs[0], list[ThreadModes]()
-        module = run.module(self.gm)
+    def capture(self, strides: Sequence[int] | None = None) -> TracedBlock | None:
+        """Capture the first block, for a cotangent with these strides; None if it does not qualify."""
+        block, modes = self.blocks[0], list[ThreadModes]()
+        module = block.module(self.gm)
         for number, node in enumerate(node for node in module.graph.nodes if not _is_given(node)):
-            node.meta[CALL_OF_RUN] = number
+            node.meta[CALL_OF_BLOCK] = number
 
         def call(values: Sequence[Any]) -> Any:
             modes.append(ThreadModes.now())
             return run_graph(module, values)
 
-        fakes = [*map(_example, run.inputs)]
+        fakes = [*map(_example, block.inputs)]
         state = state_of_flat(
             call,
             fakes,
-            name="a run of calls that comes again",
-            names=[node.name for node in run.inputs],
+            name="a repeated block of calls",
+            names=[node.name for node in block.inputs],
             kinds=[PrimalKind.ARGUMENT] * len(fakes),
             decompositions=self.state.decompositions,
             fake_mode=self.state.fake_mode,
         )
         leaves = [
             replace(leaf, requires_grad=one.requires_grad, is_leaf=_is_given(node) or not one.requires_grad)
-            for leaf, node, one in zip(state.leaves, run.inputs, fakes, strict=True)
+            for leaf, node, one in zip(state.leaves, block.inputs, fakes, strict=True)
         ]
         state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
         manner = CaptureOptions(sums_apart=True, layouts={} if strides is None else {0: strides})
         try:
-            return _written_down(*capture_divided(state, manner), modes[-1])
+            return _traced(*capture_divided(state, manner), modes[-1])
         except (CaptureError, Refusal):
             return None
 
 
-def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -> TracedRun:
-    """The run, to be written down for each copy.
+def _traced(joint: JointGraph, structure: Structure, modes: ThreadModes) -> TracedBlock:
+    """The block, of which instances can be made.
 
     Raises:
-        Refusal: it cannot be.
+        Refusal: it does not qualify.
     """
     graph, given = joint.gm.graph, output_values(joint.gm.graph)
     values = [plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput)]
@@ -223,21 +206,18 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
         steps[node].append(number)
     outputs = zip(joint.signature.outputs, given, strict=True)
     found = {one.of: node for one, node in outputs if isinstance(one, Gradient)}
-    gradients = [found.get(there) for there in sends.values()]
-    cotangents = graph.find_nodes(op="placeholder")[len(joint.primals) :]
-    notes, forward = noted_run(graph)
-    return TracedRun(
-        inputs=tuple([RunInput(form_of(one.fake), one.differentiable, one.is_leaf) for one in joint.primals]),
+    refuse_block(graph)
+    return TracedBlock(
+        graph=graph,
+        inputs=tuple(
+            [BlockInput(form_of(one.fake), one.differentiable, one.is_leaf) for one in joint.primals]
+        ),
         modes=modes,
-        forward=notes.nodes[:forward],
-        backward=notes.nodes[forward:],
-        outputs=tuple([notes.number_of(given[value]) for value in values]),
+        outputs=tuple([given[value] for value in values]),
         differentiable=next(iter(differentiable), None),
-        cotangent=form_of(cotangents[0].meta["val"]) if cotangents else None,
-        gradients=tuple([None if one is None else notes.number_of(one) for one in gradients]),
+        gradients=tuple([found.get(there) for there in sends.values()]),
         contributed=tuple([there.index for there in sends.values()]),
         steps=tuple(map(tuple, steps.values())),
-        kept=tuple([notes.number_of(node) for node in graph.nodes if KEPT_FOR in node.meta]),
         saves=any(region.saves for region in joint.signature.regions),
         has_functions=any(region.has_functions for region in joint.signature.regions),
         undefined_matters=any(region.undefined_matters for region in joint.signature.regions),
@@ -248,45 +228,40 @@ def _written_down(joint: JointGraph, structure: Structure, modes: ThreadModes) -
 
 
 def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
-    """The kinds of runs of which one was captured."""
-    groups = defaultdict[Hashable, list[_Run]](list)
-    for run in _runs(gm.graph):
-        if _can_be_written(run, state.thread_modes):
-            structure = structure_of(run.calls, run.inputs, run.outputs)
-            groups[structure, tuple(map(_value_key, run.inputs))].append(run)
+    """The kinds of blocks of which one was captured."""
+    groups = defaultdict[Hashable, list[_Block]](list)
+    for block in _blocks(gm.graph):
+        if _qualifies(block, state.thread_modes):
+            structure = structure_of(block.calls, block.inputs, block.outputs)
+            groups[structure, tuple(map(_value_key, block.inputs))].append(block)
     kinds = []
-    for (structure, _), runs in groups.items():  # type: ignore[misc]
-        kind = _Kind(state, gm, runs)
-        if structure is None or len(runs) < _COPIES or (traced := kind.capture()) is None:
+    for (structure, _), blocks in groups.items():  # type: ignore[misc]
+        kind = _Kind(state, gm, blocks)
+        if structure is None or len(blocks) < _COPIES or (traced := kind.capture()) is None:
             continue
-        kind.traced[None] = traced
-        kind.copies = [RunCopy(kind.traced, _handed_on(run), partial(_otherwise, run, gm)) for run in runs]
+        kind.copies = [BlockCopy(traced, one.calls, partial(_otherwise, one, gm)) for one in blocks]
         kinds.append(kind)
     return kinds
 
 
-def _handed_on(run: _Run) -> list[dict[str, Any]]:
-    return [{key: node.meta[key] for key in HANDED_ON if key in node.meta} for node in run.calls]
+def _otherwise(block: _Block, gm: fx.GraphModule, *args: Any) -> Any:
+    return run_graph(block.module(gm), args)
 
 
-def _otherwise(run: _Run, gm: fx.GraphModule, *args: Any) -> Any:
-    return run_graph(run.module(gm), args)
-
-
-def _runs(graph: fx.Graph) -> Iterator[_Run]:
+def _blocks(graph: fx.Graph) -> Iterator[_Block]:
     """The copies of what repeats."""
     calls = [node for node in graph.nodes if not _is_given(node)]
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
         return
     place = {node: i for i, node in enumerate(calls)}
     # There can be no border where grad mode or autocast are not as at the beginning.
-    uses: list[tuple[int, int, float | None]] = [(*place, None) for place in switched(calls)]
+    uses: list[tuple[int, int, float | None]] = [(i, i + 1, None) for i in switched(calls)]
     for i, node in enumerate(calls):
         uses.append((i, last_use(node, place), _cost(_example(node))))
     costs = boundary_costs(len(calls), [use for use in uses if use[1] > use[0]])
     for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
-            yield _Run.of(calls[start : start + repeat.length])
+            yield _Block.of(calls[start : start + repeat.length])
 
 
 #: notes by which calls of equal text differ.
@@ -326,31 +301,31 @@ def _is_given(node: fx.Node) -> bool:
     return not node.op.startswith("call_")
 
 
-def _can_be_written(run: _Run, modes: ThreadModes) -> bool:
-    given, made = ([*map(_example, nodes)] for nodes in (run.inputs, run.outputs))
+def _qualifies(block: _Block, modes: ThreadModes) -> bool:
+    given, made = ([*map(_example, nodes)] for nodes in (block.inputs, block.outputs))
     if not given or not all(map(form_of, (*given, *made))):
         return False
     if any(value._is_view() or not is_dense(value) for value in made):
         return False
     # Autocast keeps the cast of a parameter for all calls.
-    kept = [node for node in run.inputs if _is_given(node) and _example(node).requires_grad]
-    shares = modes.autocast and not all(set(run.calls).issuperset(node.users) for node in kept)
+    kept = [node for node in block.inputs if _is_given(node) and _example(node).requires_grad]
+    shares = modes.autocast and not all(set(block.calls).issuperset(node.users) for node in kept)
     return not shares and sum(value.requires_grad for value in made) <= 1
 
 
 def _folded(graph: fx.Graph, kinds: Sequence[_Kind]) -> fx.Graph:
-    """The graph with calls of the copies in place of those of the runs."""
-    pairs = [pair for kind in kinds for pair in zip(kind.runs, kind.copies, strict=True)]
-    ends = {run.calls[-1]: (run, copy) for run, copy in pairs}
-    inside = {node for run, _ in pairs for node in run.calls}
+    """The graph with calls of the copies in place of those of the blocks."""
+    pairs = [pair for kind in kinds for pair in zip(kind.blocks, kind.copies, strict=True)]
+    ends = {block.calls[-1]: (block, copy) for block, copy in pairs}
+    inside = {node for block, _ in pairs for node in block.calls}
     folded, made = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node not in inside:
             made[node] = add_copy(folded, node, made.__getitem__)
         if node in ends:
-            run, copy = ends[node]
-            args = tuple([made[read] for read in run.inputs])
-            called = folded.create_node("call_function", copy, args, name="run")
-            for number, output in enumerate(run.outputs):
+            block, copy = ends[node]
+            args = tuple([made[read] for read in block.inputs])
+            called = folded.create_node("call_function", copy, args, name="block")
+            for number, output in enumerate(block.outputs):
                 made[output] = folded.call_function(operator.getitem, (called, number))
     return folded

@@ -6,7 +6,7 @@ the user's own. Out: the set of forward nodes that the backward may read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from retrograd._torch.fx import draws_random_numbers, has_effect, reads_memory
 from retrograd._torch.inductor import cut_by, memory_budget
 from retrograd._torch.trace import bytes_of
 from retrograd.aot.parts import (
-    CHAINS,
     Memory,
     copied_call,
     is_again,
@@ -27,7 +26,6 @@ from retrograd.aot.parts import (
     memory_of,
     read_by_backward,
 )
-from retrograd.aot.shorter import Chain, cut_shorter
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
 from retrograd.graph.joint import cotangents_reaching
@@ -74,17 +72,7 @@ def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | N
     """What `partitioner` (None: torch's minimum cut) saves."""
     inputs, count = joint.gm.graph.find_nodes(op="placeholder"), joint.signature.forward_count
     cotangents = frozenset(node.name for node in inputs if node not in memory.primals)
-    pinned = _pinned(joint, memory)
-
-    def cut(gm: fx.GraphModule) -> list[str]:
-        return cut_by(partitioner, gm, cotangents, count, pinned)
-
-    chains: Sequence[Chain] = joint.gm.meta.get(CHAINS, ())
-    is_as_captured = not getattr(joint, "reports", None)
-    names = None
-    if chains and is_as_captured and partitioner is None and memory_budget(joint.gm) >= 1:
-        names = cut_shorter(joint.gm, count, chains, cut)
-    return named(joint, cut(joint.gm) if names is None else names)
+    return named(joint, cut_by(partitioner, joint.gm, cotangents, count, _pinned(joint, memory)))
 
 
 @contextmanager

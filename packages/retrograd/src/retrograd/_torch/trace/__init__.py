@@ -3,6 +3,16 @@
 In: functions and the tensors they are called with. Out: ATen graphs, and what they assume.
 """
 
+from retrograd._torch.trace.blocks import (
+    BlockCopy,
+    BlockInput,
+    OtherCotangent,
+    TracedBlock,
+    instance_of,
+    refuse_block,
+    switched,
+    switches_more,
+)
 from retrograd._torch.trace.fakes import (
     Form,
     alias_of_fake,
@@ -52,22 +62,10 @@ from retrograd._torch.trace.graph_tracer import (
 )
 from retrograd._torch.trace.input_guards import InputGuard, changed_sizes
 from retrograd._torch.trace.interpret import (
-    CALL_OF_RUN,
-    HANDED_ON,
+    CALL_OF_BLOCK,
     checkpoints_inlined,
     checkpoints_marked,
     draws_repeated,
     run_graph,
-)
-from retrograd._torch.trace.runs import (
-    OtherCotangent,
-    RunCopy,
-    RunInput,
-    TracedRun,
-    kept_by_run,
-    noted_run,
-    switched,
-    switches_more,
-    traced_run_of,
 )
 from retrograd._torch.trace.watched import Watched, errors_uncaught

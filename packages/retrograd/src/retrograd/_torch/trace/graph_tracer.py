@@ -28,26 +28,26 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
     _MakefxTracer,
     get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.traceback import has_preserved_node_meta
 
-from retrograd._torch.fx import add_call, has_effect, is_mutating, is_random, lazily, real_tensors
+from retrograd._torch.fx import has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.operators import refuse_asynchronous
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd._torch.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd._torch.trace.layouts import laid_out_as_real
-from retrograd._torch.trace.recall import remember_calls
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
 from retrograd.process import tracing
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+#: inside, on this thread, torch's Python forms of operators are used where there are any.
+python_forms: Callable[[], AbstractContextManager[Any]] = enable_python_dispatcher
 
 
 class GraphTracer:
@@ -57,7 +57,7 @@ class GraphTracer:
         self._tracer = tracer
         self._create_node = tracer.create_node
         self.note: dict[str, Any] = {}
-        tracer.create_node, tracer.add_call = self._created, self._added
+        tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
         """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
@@ -99,16 +99,6 @@ class GraphTracer:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
         if kind == "call_function":
             self._annotate(node)
-        return node
-
-    def _added(self, target: Any, args: Any, kwargs: Any, name: str | None) -> fx.Node:
-        """A call that was traced before. Those of operators in other libraries are looked at again."""
-        is_own = getattr(target, "namespace", "aten") in ("aten", "prims")
-        if has_preserved_node_meta() or not is_own:
-            node: fx.Node = self._tracer.create_node("call_function", target, args, kwargs, name)
-            return node
-        node = add_call(self._tracer.graph, target, args, kwargs, name)
-        self._annotate(node)
         return node
 
     def _annotate(self, node: fx.Node) -> None:
@@ -200,10 +190,9 @@ def draws_so_far() -> int:
 
 
 class _Current(threading.local):
-    """The trace that this thread is in; whether it wants to hear nothing of operations that fail."""
+    """The trace that this thread is in."""
 
     tracer: GraphTracer | None = None
-    is_quiet = False
 
 
 _current = _Current()
@@ -249,16 +238,10 @@ def make_graph(
 
     dispatcher = python_forms() if uses_python_forms else nullcontext()
     table = laid_out_as_real(decompositions)
-    with tracing, dispatcher, _unseen(), lazily():
+    with tracing, dispatcher, _without_users_hooks(), lazily():
         gm = _GraphMaker(table, "real", False, False, False, False, True).trace(traced)
     _placeholders_first(gm.graph)
     return gm
-
-
-def python_forms() -> AbstractContextManager[Any]:
-    """Inside, on this thread, torch's Python forms of operators are used where there are any."""
-    forms: AbstractContextManager[Any] = enable_python_dispatcher()
-    return forms
 
 
 class _GraphMaker(_MakefxTracer):
@@ -267,8 +250,6 @@ class _GraphMaker(_MakefxTracer):
     def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
         fx_tracer.trace = partial(_trace, fx_tracer)
         super()._construct_modes_with_fx_tracer(fx_tracer)
-        if isinstance(self.proxy_mode, ProxyTorchDispatchMode):
-            remember_calls(self.proxy_mode)
         self.torch_fn_metadata_mode = nullcontext()  # nobody reads what it notes
 
 
@@ -292,20 +273,15 @@ def noted_here() -> Mapping[str, Any]:
     return _current.tracer.note if _current.tracer is not None else {}
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, an operation that fails on fake tensors is not logged as an error: it becomes a reason. The
-    user's saved-tensor hooks do not see the graphs that are made, which are our own."""
-    before, _current.is_quiet = _current.is_quiet, True
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    try:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if hooked else nullcontext():
-            yield
-    finally:
-        _current.is_quiet = before
+def _without_users_hooks() -> AbstractContextManager[Any]:
+    """Inside, the user's saved-tensor hooks do not see the graphs that are made, which are our own."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _current.is_quiet)
+# While a thread traces, an operation that fails on fake tensors is not logged: it becomes a reason.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: _current.tracer is None)
 
 
 def _placeholders_first(graph: fx.Graph) -> None:

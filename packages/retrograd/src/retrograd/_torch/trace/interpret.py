@@ -196,11 +196,11 @@ _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
 #: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
 _DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
-#: the number of a call in a run of calls that repeats itself.
-CALL_OF_RUN = "call_of_run"
+#: the number of a call in a block of calls that repeats itself.
+CALL_OF_BLOCK = "call_of_block"
 #: what calls of the trace are to know of the call that they come from.
 HANDED_ON = (
-    "stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CALL_OF_RUN,
+    "stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CALL_OF_BLOCK,
 )  # fmt: skip
 
 

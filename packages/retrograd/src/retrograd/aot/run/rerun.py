@@ -185,7 +185,8 @@ def _second_run(
     # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
-    structure = divide(graph, known, joint.options, _leaves(joint))
+    leaves = [n for n, primal in enumerate(joint.primals) if primal.differentiable and primal.is_leaf]
+    structure = divide(graph, known, joint.options, leaves)
     if not _is_divided_alike(structure, joint.signature):
         return None, outputs
     if call.released:

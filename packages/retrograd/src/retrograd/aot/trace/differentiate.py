@@ -41,10 +41,9 @@ from retrograd._torch.tensor import inner_tensors
 from retrograd._torch.trace import (
     JointTracer,
     errors_uncaught,
+    instance_of,
     is_traced,
-    kept_by_run,
     plain,
-    traced_run_of,
 )
 from retrograd.aot.released import Releasable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
@@ -240,8 +239,8 @@ def differentiate(
     graph = graph_below(edges.values(), left_out=idle_nodes(edges.values()))
     _refuse_effects(graph)
     primals = _accumulated(graph, inputs)
-    runs = {i: run for i, node in enumerate(graph.nodes) if (run := traced_run_of(node.handle))}
-    steps = {i: run.steps for i, run in runs.items()}
+    blocks = {i: found.block for i, node in enumerate(graph.nodes) if (found := instance_of(node.handle))}
+    steps = {i: block.steps for i, block in blocks.items()}
     leaves = [number for number, primal in enumerate(inputs.primals) if primal.is_leaf]
     structure = divide(graph, primals, options, leaves, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
@@ -267,7 +266,7 @@ def differentiate(
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
-            made.regions.append(_described(region, graph, runs))
+            made.regions.append(_described(region, graph, blocks))
             _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
             walk = RegionInterpreter(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
@@ -286,17 +285,17 @@ def differentiate(
     return made
 
 
-def _described(region: RegionNodes, graph: LiveGraph, runs: Mapping[int, Any]) -> Region:
-    """A region, with what matters about its nodes; some stand for `runs`, which were traced once."""
-    inside = [runs[node] for node in region.nodes if node in runs]
-    handles = [graph.nodes[node].handle for node in region.nodes if node not in runs]
+def _described(region: RegionNodes, graph: LiveGraph, blocks: Mapping[int, Any]) -> Region:
+    """A region, with what matters about its nodes; some stand for `blocks`, which were traced once."""
+    inside = [blocks[node] for node in region.nodes if node in blocks]
+    handles = [graph.nodes[node].handle for node in region.nodes if node not in blocks]
     functions = [one for one in handles if hasattr(one, "apply")]
     return Region(
         region.roots,
         region.destinations,
-        bool(functions) or any(run.has_functions for run in inside),
-        not all(map(materializes_grads, functions)) or any(run.undefined_matters for run in inside),
-        any(run.saves for run in inside) or any(map(saves_tensors, handles)),
+        bool(functions) or any(block.has_functions for block in inside),
+        not all(map(materializes_grads, functions)) or any(block.undefined_matters for block in inside),
+        any(block.saves for block in inside) or any(map(saves_tensors, handles)),
     )
 
 
@@ -322,7 +321,7 @@ def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[T
 
 def _refuse_effects(graph: LiveGraph) -> None:
     for node in graph.nodes:
-        function = None if traced_run_of(node.handle) else getattr(node.handle, "_forward_cls", None)
+        function = None if instance_of(node.handle) else getattr(node.handle, "_forward_cls", None)
         if function is not None and (reason := why_backward_has_effects(function)) is not None:
             raise Refusal("backward-effect", f"{function.__qualname__}: {reason}")
 
@@ -334,8 +333,8 @@ def _mark_kept(
     Those of the numbers `again` are inside a checkpoint, which saves nothing and makes them anew."""
     made: list[fx.Node | None] = []
     for one in nodes:
-        if traced_run_of(one.handle):
-            made += kept_by_run(one.handle)
+        if (block := instance_of(one.handle)) is not None:
+            made += [node for inner, node in block.nodes.items() if KEPT_FOR in inner.meta]
         elif one.sequence not in again:
             tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
             made += map(tracer.node_of, tensors)
