@@ -22,12 +22,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import (
-    OF_TORCH,
-    SELF_CONTAINED,
-    is_higher_order,
-    is_operator_overload,
-)
+from retrograd._torch.facts import functions
+from retrograd._torch.fx import OF_TORCH, is_higher_order, is_operator_overload
 from retrograd._torch.operators import is_registered
 from retrograd._torch.subclass import PLAIN
 from retrograd.errors import Refusal
@@ -38,8 +34,8 @@ Record = typing.TypeVar("Record")
 
 #: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
 _GETITEM = "operator.getitem"
-#: operators of higher order that refer to nothing of this process.
-_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "run_and_save_rng_state", "run_with_rng_state"})
+#: operators of higher order that refer to nothing outside of their graph but a generator.
+_DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {
     cls.__name__: cls
@@ -215,7 +211,7 @@ def serialize_operator(target: Any) -> Any:
         _check_may_be_named(target)
         return {"name": target._schema.name, "overload": target._overloadname, "schema": _schema_text(target)}
     if is_higher_order(target):
-        if target.name() in _HIGHER_ORDER:
+        if target.name() in (*functions("self_contained"), *_DRAWING):
             return {"higher_order": target.name()}
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
@@ -232,7 +228,7 @@ def read_operator(written: Any) -> Any:
             raise ValueError(f"the function {written['function']!r} is unknown")
         return operator.getitem
     if "higher_order" in written:
-        if written["higher_order"] not in _HIGHER_ORDER:
+        if written["higher_order"] not in (*functions("self_contained"), *_DRAWING):
             raise ValueError(f"the operator of higher order {written['higher_order']!r} is unknown")
         return getattr(torch.ops.higher_order, written["higher_order"])
     namespace, _, name = written["name"].partition("::")
