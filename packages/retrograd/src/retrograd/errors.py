@@ -6,7 +6,7 @@ In: what was found, where, and the way out. Out: exceptions and warnings whose t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -45,15 +45,6 @@ def first_line(error: BaseException) -> str:
     """The first line of the text of `error`, after the name of its class unless it is a `Refusal`."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
-
-
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what caused it."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        yield error
-        seen.append(error)
-        error = error.__cause__ or error.__context__
 
 
 def name_of(called: Any) -> str:

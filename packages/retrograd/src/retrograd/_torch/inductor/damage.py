@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from retrograd._torch.folder import folder_in_use
-from retrograd.errors import chain_of
 from retrograd.events import AOT_LOGS, counters
 
 _log = AOT_LOGS["cache"]
@@ -69,6 +68,15 @@ def _texts(error: BaseException) -> Iterator[str]:
     for found in chain_of(error):
         yield f"{found} {getattr(found, 'path', '')} {getattr(found, 'filename', '')}"
         yield from (frame.filename for frame in traceback.extract_tb(found.__traceback__))
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what caused it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
 def sweep() -> None:

@@ -91,8 +91,8 @@ def cache_folder() -> str:
     return folder
 
 
-# Inductor makes its keys by pickling. By default, pickle names a memory format by the first module that has an
-# attribute ``torch``: the name depends on what the process has imported.
+# Inductor makes its keys by pickling. By default, pickle names a memory format by the first module that has
+# an attribute ``torch``: the name depends on what the process has imported.
 copyreg.pickle(torch.memory_format, lambda memory_format: str(memory_format).removeprefix("torch."))
 
 #: how the name of a file ends that is being written.

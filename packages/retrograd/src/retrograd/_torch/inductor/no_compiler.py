@@ -5,7 +5,8 @@ In: an exception while Inductor compiles. Out: if it comes from having no C++ co
 
 from __future__ import annotations
 
-from retrograd.errors import NoCompilerError, chain_of
+from retrograd._torch.inductor.damage import chain_of
+from retrograd.errors import NoCompilerError
 
 
 def refuse_without_compiler(error: BaseException) -> None:
