@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import retrograd
 from retrograd import aot
-from retrograd._torch.trace.layouts import CONTIGUOUS, FORMATS, FORMATS_ON, NARROW, TOGETHER
+from retrograd._torch.facts import answers
 from retrograd.backends.registry import find_backend
 
 aten = torch.ops.aten
@@ -56,6 +56,12 @@ RIGHT_HERE = {
     aten.adaptive_max_pool3d.default,
     aten.multi_margin_loss_backward.default,
 }
+#: by operator, the layout of its results on a CPU.
+LAYOUTS = {
+    operator: rule.get("cpu", rule.get("other")) if isinstance(rule, dict) else rule
+    for operator, rule in answers("layout").items()
+}
+TOGETHER = [operator for operator, rule in LAYOUTS.items() if isinstance(rule, list)]
 ORDERS = [(0, 1, 2), (2, 0, 1), (1, 0, 2)]
 
 
@@ -68,9 +74,7 @@ def strides(results: Tensor | tuple[Tensor, ...]) -> list[tuple[int, ...]]:
 
 
 def test_the_table_is_tested_as_a_whole() -> None:
-    tables = FORMATS, FORMATS_ON["cpu"]
-    own = {operator for table in tables for operator, number in table.items() if number is CONTIGUOUS}
-    assert CALLS.keys() == own
+    assert CALLS.keys() == {operator for operator, rule in LAYOUTS.items() if rule == "contiguous"}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -168,7 +172,7 @@ def test_an_expanded_operand_has_no_say(sizes: tuple[int, ...], dtype: torch.dty
         pairs = [(x, y), (y, x)]
         return [one(*pair, 0) if one in losses else one(*pair) for one in called for pair in pairs]
 
-    called = sorted(NARROW, key=str)
+    called = sorted((one for one, rule in LAYOUTS.items() if rule == "half"), key=str)
     if dtype is torch.float16:
         called = [one for one in called if one not in (aten.igamma.default, aten.igammac.default)]
     for x in spread.values():

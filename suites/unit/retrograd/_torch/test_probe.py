@@ -68,7 +68,7 @@ def test_a_missing_private_name_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_name_that_we_replace_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "TABLE", {"torch.cuda:no_such_function": "for this test"})
+    monkeypatch.setattr(probe, "TABLE", {"torch.cuda:no_such_function": {"why": "for this test"}})
     assert "missing  torch.cuda.no_such_function" in refusal()
 
 

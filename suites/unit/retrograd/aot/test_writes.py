@@ -8,7 +8,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd._torch.trace.unsaid_writes import saying_its_writes
+from retrograd._torch.trace.undeclared_writes import declaring_its_writes
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.registry import AtenBackend
 from retrograd.errors import Refusal
@@ -280,5 +280,5 @@ def test_what_cannot_be_said_otherwise_is_refused():
     given, numbers = (tensor(2, 4), tensor(1, 4), tensor(1, 4)), (0.1, 1e-5, 2)
     gather = torch.ops.aten.batch_norm_gather_stats.default
     with pytest.raises(Refusal, match="writes running statistics without saying so"):
-        saying_its_writes(gather, (*given, *statistics(), *numbers))
-    assert saying_its_writes(gather, (*given, None, None, *numbers)) is None
+        declaring_its_writes(gather, (*given, *statistics(), *numbers))
+    assert declaring_its_writes(gather, (*given, None, None, *numbers)) is None

@@ -30,19 +30,12 @@ from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import _side_effectful_functions, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from retrograd._torch.facts import fact, functions
 from retrograd.graph.emit import Boxed, boxed_calls
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph, Summary
 from retrograd.graph.reach import origins
 
-#: operators of higher order that do nothing beyond what the graphs or operators given to them do, and refer
-#: to nothing outside of their graph; and one that does refer to something.
-SELF_CONTAINED = (
-    "associative_scan", "auto_functionalized", "auto_functionalized_v2", "cond", "flex_attention",
-    "flex_attention_backward", "invoke_subgraph", "map_impl", "out_dtype", "scan", "while_loop",
-)  # fmt: skip
-#: the last draws from a state that it is given, and leaves the generator as it was.
-_PURE_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "triton_kernel_wrapper_functional", "run_with_rng_state"})
 _PURE_MODULES = frozenset({"_operator", "math"})
 _SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
 _WAIT = "_c10d_functional::wait_tensor"
@@ -51,16 +44,6 @@ _MAY_HOLD_MEMORY = (torch.Tensor, list, tuple, type(None))
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 #: namespaces of torch's operators.
 OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantized", *_COLLECTIVES})
-#: share memory with their input, and their schema does not say so.
-_UNDECLARED_ALIASES = frozenset({torch.ops.aten._unsafe_view.default})
-#: called to raise if a value is wrong; newer releases of torch know that themselves.
-RAISING = frozenset({torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default})
-#: the names of calls that do nothing else than raise: what they were made for can run again.
-_CHECKS = "_linalg_check_errors.default _assert_async.default _assert_async.msg _assert_scalar.default"
-CHECKS = frozenset(f"aten.{name}" for name in f"{_CHECKS} _assert_tensor_metadata.default".split())
-_FILLS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
-#: write random numbers over their first argument, whatever that holds.
-FILLING = frozenset(getattr(torch.ops.aten, name) for name in _FILLS.split())
 DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -222,7 +205,7 @@ def _summary_of(gm: fx.GraphModule) -> Summary:
         frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
         random_devices(gm.graph),
         bool(effects),
-        not all(only_draws(effect) or str(effect.target) in CHECKS for effect in effects),
+        not all(only_draws(effect) or fact("raises", effect.target) == "only" for effect in effects),
     )
 
 
@@ -244,14 +227,16 @@ def has_effect(node: fx.Node) -> bool:
     if target in _side_effectful_functions:
         return True
     if isinstance(target, torch._ops.OpOverload):
-        return _get_effect(target) is not None or target in RAISING or is_mutating(node) or is_random(node)
+        raises = fact("raises", target) == "only"
+        return raises or _get_effect(target) is not None or is_mutating(node) or is_random(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _has_effect_in_higher_order(node, target)
     return getattr(target, "__module__", "") not in _PURE_MODULES and target not in _SYMBOLIC
 
 
 def _has_effect_in_higher_order(node: fx.Node, target: Any) -> bool:
-    if target.name() not in _PURE_HIGHER_ORDER or _get_effect(target) is not None:
+    known = *functions("self_contained"), *functions("pure")
+    if target.name() not in known or _get_effect(target) is not None:
         return True
     operators = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
     if any(op in _side_effectful_functions or _get_effect(op) is not None for op in operators):
@@ -295,7 +280,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
             shared = [one.name for one in target._schema.arguments if one.alias_info is not None]
             map_arg([given.get(name) for name in shared], inputs.append)
         elif not (
-            target in _UNDECLARED_ALIASES
+            fact("alias", target) == "undeclared"
             or torch.Tag.maybe_aliasing_or_mutating in target.tags
             or is_wait(node)
         ):

@@ -23,7 +23,8 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrograd._torch.fx import OF_TORCH, RAISING, is_operator_overload, schema_of
+from retrograd._torch.facts import fact, is_of_family
+from retrograd._torch.fx import OF_TORCH, is_operator_overload, schema_of
 from retrograd._torch.patches import COLLECTING, Handler, handled_here
 from retrograd.errors import Refusal
 
@@ -165,48 +166,6 @@ OF_THE_USER = Errors((Exception,), heeds_finally=False)
 
 #: arguments that hold numbers of elements or labels.
 _PLACES = frozenset({"index", "indices", "target", "targets", "offsets", "lengths", "repeats", "sorter"})
-#: by name: factorisations that check whether they succeeded, and assertions.
-_CHECKS = frozenset(
-    [
-        "_assert_async",
-        "_assert_scalar",
-        "_linalg_check_errors",
-        "_linalg_eigh",
-        "_linalg_eigvals",
-        "_linalg_svd",
-        "cholesky",
-        "cholesky_inverse",
-        "linalg_eig",
-        "linalg_eigvals",
-        "linalg_lstsq",
-        "linalg_pinv",
-        "ormqr",
-    ]
-)
-#: by name, or name and overload: operators that look at values.
-_LOOKING = frozenset(
-    [
-        "bernoulli.default",
-        "bernoulli_.Tensor",
-        "binary_cross_entropy",
-        "bincount",
-        "binomial",
-        "fake_quantize_per_channel_affine_cachemask",
-        "linalg_lu_solve",
-        "lu_unpack",
-        "masked_scatter",
-        "masked_scatter_",
-        "multinomial",
-        "normal.Tensor_Tensor",
-        "normal.float_Tensor",
-        "poisson",
-        "sym_constrain_range",
-    ]
-)
-#: functions whose checks are left out where a tensor has no values.
-UNCHECKED = frozenset({"one_hot", "quantile", "nanquantile"})
-#: of whole numbers.
-_DIVIDING = re.compile(r"(div|divide|floor_divide|remainder|fmod|__r?floordiv__|__r?mod__)_?$")
 
 
 def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Errors | None:
@@ -218,12 +177,12 @@ def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     name, schema = operator._schema.name.partition("::")[2], schema_of(operator)
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if operator in RAISING or name in _CHECKS or given.get("check_errors") is True:
+    raises = fact("raises", operator)
+    if raises in ("check", "only") or given.get("check_errors") is True:
         return OF_CHECKS
-    is_looking = not _LOOKING.isdisjoint({name, f"{name}.{operator._overloadname}"})
-    is_looking |= name == "histc" and given.get("min", 0) == given.get("max", 0)
-    divisor = args[1] if len(args) > 1 and _DIVIDING.match(name) else None
-    if is_looking or (_is_whole(divisor) and not _is_fraction(args[0])):
+    is_of_no_range = name == "histc" and given.get("min", 0) == given.get("max", 0)
+    divisor = args[1] if len(args) > 1 and is_of_family("divides", name) else None
+    if raises == "value" or is_of_no_range or (_is_whole(divisor) and not _is_fraction(args[0])):
         return OF_VALUES
     places = [each for key in _PLACES & given.keys() for each in _listed(given[key])]
     return OF_VALUES if any(map(_is_whole, places)) else None

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from retrograd._torch.releases import CHECKPOINT
+from retrograd._torch.facts import read_table
 from retrograd.process import ForkSafeLock, restore_after_errors
 
 #: is given the original and the arguments of a call, and answers it.
@@ -28,72 +28,8 @@ Handler = Callable[..., Any]
 #: where a process group begins to collect what is started; of builds with ``torch.distributed``.
 COLLECTING = "torch._C._distributed_c10d:ProcessGroup._start_coalescing"
 
-#: what is replaced (``module:attribute``), and why there is no other way.
-TABLE: Mapping[str, str] = {
-    "torch.autograd.graph:_engine_run_backward": "the only Python entrance of a backward into the engine",
-    "torch.autograd:_engine_run_backward": "the same, imported by name",
-    "torch._C:_current_autograd_node": "hooks ask which node runs; the engine knows the plan's node only",
-    "torch._C:_will_engine_execute_node": "the same",
-    "torch._C:_current_graph_task_execution_order": "the same",
-    "torch:Tensor.register_hook": "a hook that is registered in a running backward must run in it",
-    "torch:Tensor.register_post_accumulate_grad_hook": "the same",
-    "torch.autograd.function:_HookMixin._register_hook": "the same, for hooks of nodes",
-    "torch.utils.hooks:RemovableHandle.remove": "a hook that is removed in a running backward must not run",
-    "torch.utils.hooks:RemovableHandle.__init__": "Dynamo does not look whether modules have got hooks since",
-    "torch.cuda:set_stream": "nobody tells which streams a program uses, and a plan must wait for them",
-    CHECKPOINT: ("a trace marks what is to be recomputed; saved-tensor hooks would compute it at once"),
-    "torch.utils.checkpoint:CheckpointFunction.apply": "the same",
-    COLLECTING: (
-        "no trace sees that a process group collects what is started from here on, and an error of the trace "
-        "would leave it collecting"
-    ),
-    "torch._functorch.utils:unwrap_dead_wrappers": (
-        "a Function asks no mode what to do with a real tensor, and a trace has another one for it"
-    ),
-    "torch._functorch.partitioners:_extract_fwd_bwd_modules": (
-        "the minimum cut is wanted, not the two graphs made of it, which take as long again"
-    ),
-    "torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr": (
-        "rows of a transposed tensor are mixed, forward and backward, and no setting prevents it (until 2.15)"
-    ),
-    "torch._inductor.codegen.cpp:TilingSelect._select_tiling_indices": (
-        "sums in tiles of two directions write past the ends of uneven rows, and no setting prevents it"
-    ),
-    "torch._inductor.ir:FallbackKernel.process_kernel": (
-        "generated code asserts strides of what fake kernels give, which are wrong for some operators"
-    ),
-    "torch._dynamo.output_graph:OutputGraph.call_user_compiler": (
-        "the graph that a stock backend was given, to differentiate its backward"
-    ),
-    "torch.autograd.function:FunctionMeta.__init__": "the Function that AOTAutograd makes of that graph",
-    "torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply": (
-        "Dynamo takes Functions apart before it calls a backend, and loses what they say to autograd"
-    ),
-    "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function": (
-        "a checkpoint that changes a tensor changes it again when it is computed once more; a graph does not"
-    ),
-    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers": (
-        "Dynamo takes operators apart, which round otherwise in pieces"
-    ),
-    "torch._dynamo.variables.tensor:TensorVariable.call_method": "the same; and hooks",
-    "torch._dynamo.eval_frame:OptimizedModule.__setattr__": (
-        "the flag for a wrapper's full backward hooks goes to the inner module, so they are never called"
-    ),
-    "torch._dynamo.eval_frame:OptimizedModule.__reduce__": "copies and pickles of a wrapper lose its hooks",
-    "torch._dynamo.variables.builder:VariableBuilder.wrap_module": (
-        "Dynamo traces the module inside a wrapper, without the hooks of the wrapper"
-    ),
-    "torch._dynamo.utils:_get_fake_value_impl": (
-        "what raises on fake tensors must raise where eager raises, after all that eager does before"
-    ),
-    "torch._dynamo.symbolic_convert:_detect_and_normalize_assert_statement": (
-        "an assertion about a tensor must raise an AssertionError where it stands; Dynamo puts another error "
-        "into its graph"
-    ),
-    "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor": (
-        "a parameter of an optimizer loses its class, by which the optimizer may tell what to do with it"
-    ),
-}
+#: what is replaced (``module:attribute``): why there is no other way, or which repair of a fault it is.
+TABLE: Mapping[str, Mapping[str, str]] = read_table("patches")["patches"]
 
 
 class _ThreadHandlers(threading.local):

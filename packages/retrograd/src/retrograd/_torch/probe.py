@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from retrograd._torch.autograd.collection import Kept, clear_engine_cache, collect
 from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import EngineRequest
+from retrograd._torch.facts import read_table
 from retrograd._torch.patches import COLLECTING, TABLE, handled_here, owner_and_attribute
 from retrograd._torch.releases import CHECKPOINT
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line
@@ -29,47 +30,13 @@ from retrograd.errors import Refusal, UnsupportedTorchError, first_line
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 #: what is neither imported by name nor replaced, but asked for when it is needed: owner -> attributes.
-REQUIRED = {
-    "torch:": "_foreach_add_ _foreach_copy_ _foreach_lerp_ _from_functional_tensor "
-    "_functionalize_has_data_mutation "
-    "_functionalize_are_all_mutations_hidden_from_autograd _functionalize_has_metadata_mutation "
-    "_functionalize_are_all_mutations_under_no_grad_or_inference_mode _functionalize_was_storage_changed "
-    "_functionalize_was_inductor_storage_resized _functionalize_mutation_counter _is_functional_tensor "
-    "_functionalize_replace _functionalize_commit_update _functionalize_mark_mutation_hidden_from_autograd "
-    "_mirror_autograd_meta_to _sync",
-    "torch:_C.": "DisableTorchFunction DisableTorchFunctionSubclass _AutoDispatchBelowAutograd "
-    "_DisableAutocast _DisableTorchDispatch _exit_dual_level _FunctionBase "
-    "_TorchDispatchModeKey _construct_storage_from_data_pointer _current_graph_task_id "
-    "_dispatch_dump _dispatch_has_kernel _get_deterministic_algorithms "
-    "_get_deterministic_algorithms_warn_only _get_dispatch_mode _get_tracing_state "
-    "_is_any_autocast_enabled _is_fwd_grad_enabled _len_torch_dispatch_stack "
-    "_len_torch_function_stack _get_cudnn_enabled _get_mkldnn_enabled _log_api_usage_once "
-    "_is_multithreading_enabled _set_multithreading_enabled _pop_torch_function_stack "
-    "_get_torch_function_state _set_torch_function_state "
-    "_set_fwd_grad_enabled _set_grad_enabled _storage_Use_Count _vmapmode_decrement_nesting "
-    "_vmapmode_increment_nesting",
-    "torch:_C.TensorBase.": "grad",
-    "torch:_C._autograd.": "CreationMeta SavedTensor _get_creation_meta _get_current_graph_task_keep_graph "
-    "_get_sequence_nr _profiler_enabled _set_creation_meta _top_saved_tensors_default_hooks "
-    "_unsafe_set_version_counter",
-    "torch:_C._dynamo.compiled_autograd.": "call_cpp_tensor_pre_hooks clear_cache set_autograd_compiler",
-    "torch:_C._dynamo.eval_frame.": "get_eval_frame_callback set_eval_frame",
-    "torch:_C._dynamo.guards.": "TensorGuards",
-    "torch:_C._functions.AccumulateGrad.": "_sequence_nr _set_sequence_nr",
-    "torch:_C._functorch.": "get_dynamic_layer_stack_depth pop_dynamic_layer_stack_and_undo_to_depth "
-    "is_functorch_wrapped_tensor is_legacy_batchedtensor maybe_current_level",
-    "torch._dynamo:": "optimize",
-    "torch._dynamo.compiled_autograd:": "compiled_autograd_enabled ops",
-    "torch._dynamo.eval_frame:": "_optimize _stance",
-    "torch._ops:": "HigherOrderOperator OpOverload OpOverloadPacket",
-    "torch._subclasses:": "FakeTensor",
-    "torch.fx.graph:": "_FindNodesLookupTable _Namespace",
-}
+REQUIRED: dict[str, str] = read_table("patches")["required"]
 
 
 def required_names() -> tuple[str, ...]:
     """What must be there, as `owner_and_attribute` takes it."""
-    table = [name for name in TABLE if name != COLLECTING or torch.distributed.is_available()]
+    table = [name for name, row in TABLE.items() if "only" not in row]
+    table += [CHECKPOINT, *([COLLECTING] if torch.distributed.is_available() else ())]
     return (*table, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
 
 

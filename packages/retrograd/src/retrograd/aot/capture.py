@@ -24,6 +24,7 @@ from torch import fx
 
 from retrograd._torch import pytree
 from retrograd._torch.autograd import outside_of_graph_task
+from retrograd._torch.facts import fact
 from retrograd._torch.fx import copied_module, replace_by_equal
 from retrograd._torch.state import Autocast, autocast_off
 from retrograd._torch.trace import (
@@ -285,16 +286,6 @@ def _refuse_fakes(gm: fx.GraphModule) -> None:
 
 
 _aten = torch.ops.aten
-#: backwards that take running statistics, but read them in evaluation mode only; with the place of what says
-#: whether it is training (None: they are for training only).
-_BATCH_NORM_BACKWARD = {
-    _aten.native_batch_norm_backward.default: 7,
-    _aten.batch_norm_backward.default: 7,
-    _aten.cudnn_batch_norm_backward.default: None,
-    _aten.miopen_batch_norm_backward.default: None,
-}
-_STATISTICS = (3, 4)
-_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 
 
 def _tidy(gm: fx.GraphModule) -> None:
@@ -304,11 +295,11 @@ def _tidy(gm: fx.GraphModule) -> None:
     without_tokens(gm.graph)
     _write_numbers(gm)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in _ALIASES:
+        if fact("alias", node.target) == "same":
             replace_by_equal(node, node.args[0])
-        elif node.target in _BATCH_NORM_BACKWARD:
-            training = _BATCH_NORM_BACKWARD[node.target]
-            for place in _STATISTICS if training is None or node.args[training] is True else ():
+        elif places := fact("unread", node.target):
+            condition = fact("unread_if", node.target)
+            for place in places if condition is None or node.args[condition] is True else ():
                 node.update_arg(place, None)
     remove_dead_code(gm)
     merge_equal_calls(gm)

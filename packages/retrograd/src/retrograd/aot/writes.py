@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import CHECKS, aliased_inputs, copied_module, lazy_graph, lazy_graph_module
+from retrograd._torch.facts import answers
+from retrograd._torch.fx import aliased_inputs, copied_module, lazy_graph, lazy_graph_module
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.tensor import is_lazy
 from retrograd.graph.joint import output_values
@@ -28,7 +29,8 @@ from retrograd.graph.reach import origins
 def writing_ahead(partition: Partition) -> Partition:
     """`partition`, or another one whose ``written_ahead`` says which inputs `ahead` writes."""
     joint, summary = partition.joint, partition.ahead.summary
-    has_effects = summary.has_effects_beside_random or not CHECKS.isdisjoint(summary.targets)
+    checks = {str(one) for one, how in answers("raises").items() if how == "only"}
+    has_effects = summary.has_effects_beside_random or not checks.isdisjoint(summary.targets)
     if partition.backwards or not joint.updates or has_effects:
         return partition  # a call with effects cannot be undone
     gm = copied_module(partition.forward, lazy_graph_module)

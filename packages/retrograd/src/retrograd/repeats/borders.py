@@ -12,13 +12,13 @@ Nothing but tensors and sizes can cross.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from retrograd._torch.facts import is_of_family
 from retrograd._torch.fx import aliased_inputs
 from retrograd._torch.trace import bytes_of
 
@@ -26,11 +26,6 @@ from retrograd._torch.trace import bytes_of
 #: that is written in any case, but that the next call would have had in a register; that nothing else writes.
 #: They are whole numbers, so that equal costs are equal.
 _IN_MEMORY, _READ_AGAIN, _WRITTEN = 1, 10, 20
-
-#: operators that are kernels of their own, with which nothing is fused.
-_KERNELS = re.compile(r"mm$|^convolution|attention|^embedding_dense|^sort|^topk|scatter|^index_put|_fft")
-#: operators that read sizes and a dtype of their argument, and no element.
-_READ_NO_ELEMENT = re.compile(r"_like$|^new_")
 
 
 def boundary_costs(count: int, uses: Sequence[tuple[int, int, float | None]]) -> list[float | None]:
@@ -128,14 +123,14 @@ def _fused(owner: fx.Node, readers: Sequence[fx.Node], levels: Mapping[fx.Node, 
 
 def _readers(views: Sequence[fx.Node]) -> list[fx.Node]:
     """What reads elements of a value that `views` show."""
-    users = dict.fromkeys(user for view in views for user in view.users)
-    return [user for user in users if user not in views and not _READ_NO_ELEMENT.search(_operator(user))]
+    users = dict.fromkeys(user for view in views for user in view.users if user not in views)
+    return [user for user in users if not is_of_family("reads_no_element", _operator(user))]
 
 
 def is_kernel(node: fx.Node) -> bool:
     """Whether the call, or the one that it takes a result of, is a kernel that nothing is fused with."""
     made_by = node.args[0] if node.target is operator.getitem else node
-    return _KERNELS.search(_operator(made_by)) is not None
+    return is_of_family("unfused", _operator(made_by))
 
 
 def _operator(node: Any) -> str:

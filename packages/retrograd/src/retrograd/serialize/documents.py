@@ -30,7 +30,7 @@ from retrograd.serialize.values import (
 _NOTES: dict[str, type] = {
     "ac_graph_id": int,
     "autograd_node": str,
-    "call_of_run": int,
+    "call_of_block": int,
     "is_backward": bool,
     "partitioner_tag": str,
     "recompute": CheckpointPolicy,

@@ -21,12 +21,8 @@ import torch
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import (
-    OF_TORCH,
-    SELF_CONTAINED,
-    is_higher_order,
-    is_operator_overload,
-)
+from retrograd._torch.facts import functions
+from retrograd._torch.fx import OF_TORCH, is_higher_order, is_operator_overload
 from retrograd._torch.operators import is_registered
 from retrograd._torch.subclass import PLAIN
 from retrograd._torch.trace import Form
@@ -35,8 +31,8 @@ from retrograd.graph import joint, joint_graph, lazy
 
 #: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
 _GETITEM = "operator.getitem"
-#: operators of higher order that refer to nothing of this process.
-_HIGHER_ORDER = frozenset({*SELF_CONTAINED, "run_and_save_rng_state", "run_with_rng_state"})
+#: operators of higher order that refer to nothing outside of their graph but a generator.
+_DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 #: dataclasses whose fields can be written.
 _RECORDS: dict[str, Any] = {"Form": Form} | {
     cls.__name__: cls
@@ -201,7 +197,7 @@ def serialize_operator(target: Any) -> str:
         _check_may_be_named(target)
         return _schema_text(target)
     if is_higher_order(target):
-        if target.name() in _HIGHER_ORDER:
+        if target.name() in (*functions("self_contained"), *_DRAWING):
             return str(target.name())
         raise Refusal(
             "unwritable", f"the higher-order operator {target.name()}, which refers to this process"
@@ -215,7 +211,7 @@ def read_operator(written: str) -> Any:
     """What `serialize_operator` wrote."""
     if written == _GETITEM:
         return operator.getitem
-    if written in _HIGHER_ORDER:
+    if written in (*functions("self_contained"), *_DRAWING):
         return getattr(torch.ops.higher_order, written)
     full = written.partition("(")[0]
     name, _, overload = full.partition(".")

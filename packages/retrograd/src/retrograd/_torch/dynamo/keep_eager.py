@@ -35,13 +35,13 @@ from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd._torch import pytree
+from retrograd._torch.facts import functions
 from retrograd._torch.fx import OF_TORCH
 from retrograd._torch.handlers import catches
 from retrograd._torch.operators import (
     OF_CHECKS,
     OF_THE_USER,
     OF_VALUES,
-    UNCHECKED,
     Errors,
     RefusingAsynchronous,
     errors_by_value,
@@ -210,7 +210,7 @@ def _is_of_torch(manager: Any) -> bool:
 def _errors(node: Any, tx: Any) -> list[Errors]:
     """What the operators in a call may raise; found by a run on fake tensors."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in UNCHECKED:
+    if name in functions("unchecked"):
         return [OF_VALUES]
     found: list[Errors | None] = []
     watch = Watch(lambda *call: found.append(errors_by_value(*call)))

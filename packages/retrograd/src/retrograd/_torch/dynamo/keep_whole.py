@@ -41,6 +41,7 @@ from torch._subclasses import FakeTensor
 from retrograd._torch import pytree
 from retrograd._torch.autograd import Reading, methods_of, writes_in_place
 from retrograd._torch.dynamo.keep_eager import Watch, break_graph, differentiate, keeps_eager, sample
+from retrograd._torch.facts import functions
 from retrograd._torch.operators import RefusingAsynchronous
 from retrograd._torch.patches import handle, hidden_from_dynamo
 from retrograd._torch.tensor import storage_of
@@ -225,19 +226,17 @@ def _why_not_repeatable(tx: Any) -> str | None:
 
 _HANDLERS = "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers"
 _METHOD = "torch._dynamo.variables.tensor:TensorVariable.call_method"
-_FUNCTIONS = (torch.addcdiv, torch._foreach_lerp_)
-_METHODS = frozenset({"add_", "addcmul_", "addcdiv_"})
 
 
 @functools.cache
 def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
     """What Dynamo does with functions that it knows. None puts the call into its graph as it is."""
-    known = original()
+    known, taken_apart = original(), [getattr(torch, name) for name in functions("taken_apart")]
 
     def whole(fn: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return None if _is_kept(tx, args[2:], kwargs, fn) else known[fn](variable, tx, *args, **kwargs)
 
-    return {**known, **{fn: functools.partial(whole, fn) for fn in _FUNCTIONS if fn in known}}
+    return {**known, **{fn: functools.partial(whole, fn) for fn in taken_apart if fn in known}}
 
 
 def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -248,7 +247,7 @@ def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kw
             break_graph("hook that changes a gradient in place", str(hook), "The graph behind it must know.")
     if name == "numpy" and variable.requires_grad and torch.is_grad_enabled() and keeps_eager(tx):
         break_graph("method that refuses a tensor that requires grad", name, "It raises an error.")
-    if name not in _METHODS or not _is_kept(tx, (), kwargs):
+    if name not in functions("methods_taken_apart") or not _is_kept(tx, (), kwargs):
         return original(variable, tx, name, args, kwargs)
     with dynamo_config.patch(enable_dynamo_decompositions=False):
         return original(variable, tx, name, args, kwargs)

@@ -22,18 +22,21 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassTy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from retrograd._torch.facts import fact
 from retrograd._torch.folder import folder_in_use
 from retrograd._torch.fx import copied, is_write_to_input, with_strides
 from retrograd._torch.inductor.alignment import aligned
-from retrograd._torch.inductor.damage import refuse_without_compiler, removed, sweep
+from retrograd._torch.inductor.damage import removed, sweep
+from retrograd._torch.inductor.decomposition_table import call_whole_operators
 from retrograd._torch.inductor.disk_cache import is_cache_trusted
+from retrograd._torch.inductor.no_compiler import refuse_without_compiler
 from retrograd._torch.inductor.notes import Note, code_of
 from retrograd._torch.inductor.overlaps import part_overlaps
 from retrograd._torch.inductor.own_memory import memory_shown, part_results
 from retrograd._torch.inductor.padding import close_gaps, read_padded
 from retrograd._torch.patches import handled_here
 from retrograd._torch.trace.fakes import know_values
-from retrograd._torch.trace.layouts import LAYOUTS, laid_out_like_real
+from retrograd._torch.trace.layouts import laid_out_like_real
 from retrograd.graph.joint import output_examples, output_values
 from retrograd.graph.lazy import LazyGraph
 from retrograd.process import compiling
@@ -108,6 +111,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
 
     folder_in_use()
+    call_whole_operators()
     if (probing := _probe_processor()) is not None:
         probing.join()
     fake_mode = detect_fake_mode(example_inputs)
@@ -193,7 +197,7 @@ def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwar
     from torch._inductor.ir import IRNode, ir_node_to_tensor
 
     fake, tensors, *others = process(kernel, *args, **kwargs)
-    if kernel in LAYOUTS:
+    if fact("layout", kernel) is not None:
         given = iter(tensors)
         fakes = [ir_node_to_tensor(next(given)) if isinstance(one, IRNode) else one for one in args]
         fake = laid_out_like_real(kernel, fake, fakes)

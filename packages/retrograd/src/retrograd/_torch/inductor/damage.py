@@ -1,5 +1,4 @@
 """Files of Inductor's cache that are damaged: found when they are loaded, removed, and made again.
-And a compiler that is missing.
 
 In: an exception while Inductor compiles, or loads what it compiled before. Out: whether files that it tells
 of were removed, so that the same call makes them again. A process that is killed while a linker writes, or a
@@ -19,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from retrograd._torch.folder import folder_in_use
-from retrograd.errors import NoCompilerError
 from retrograd.events import AOT_LOGS, counters
 
 _log = AOT_LOGS["cache"]
@@ -66,31 +64,13 @@ def _is_cut_off_of_kernel(file: Path) -> bool:
         return True
 
 
-def refuse_without_compiler(error: BaseException) -> None:
-    """If `error` comes from having no C++ compiler, raise what says so.
-
-    Raises:
-        NoCompilerError: there is none.
-    """
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if found := next((one for one in _chain(error) if isinstance(one, InvalidCxxCompiler)), None):
-        raise NoCompilerError.because(
-            "no-compiler",
-            str(found),
-            "backends.inductor",
-            way_out="install a C++ compiler such as g++, or name yours in the environment variable CXX; "
-            'backend="eager" needs none',
-        ) from error
-
-
 def _texts(error: BaseException) -> Iterator[str]:
-    for found in _chain(error):
+    for found in chain_of(error):
         yield f"{found} {getattr(found, 'path', '')} {getattr(found, 'filename', '')}"
         yield from (frame.filename for frame in traceback.extract_tb(found.__traceback__))
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """`error` and what caused it."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._decomp.decompositions import ldexp
 
+from retrograd._torch.facts import answers
+
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By operator, what it is taken apart by."""
@@ -26,15 +28,23 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         **table,
         **{pool: functools.partial(_avg_pool_backward, pool, table.get(pool)) for pool in pools},
         aten.bernoulli.p: functools.partial(_bernoulli, table.get(aten.bernoulli.p)),
-        aten.adaptive_max_pool3d.default: _as_one_call,
         aten.ldexp.Tensor: _ldexp,
-        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+        **dict.fromkeys(answers("whole"), _as_it_is),
     }
 
 
-def _as_one_call(*args: Any, **kwargs: Any) -> Any:
-    """Not taken apart. The kernel for its backward reads places as if they were contiguous; those that
-    Inductor makes of a decomposition are not (https://github.com/pytorch/pytorch/issues/197888)."""
+@functools.cache
+def call_whole_operators() -> None:
+    """Have Inductor call the operators that must not be taken apart, and for which it generates no code."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for operator in answers("whole"):
+        if operator not in lowerings:
+            make_fallback(operator, override_decomp=True)
+
+
+def _as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Not taken apart."""
     return NotImplemented
 
 
@@ -80,20 +90,3 @@ def _avg_pool_backward(
         counts = (starts + size).clamp(max=value.shape[dim] + pad) - starts
         grad = grad / counts.view(-1, *[1] * (-1 - dim))
     return operator(grad, *rest, 1)
-
-
-def _multilabel_margin_loss(
-    value: torch.Tensor, target: torch.Tensor, reduction: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and 1 for each label. The labels of a row end before the first -1; torch's decomposition
-    takes what stands from there on for label 0 (docs/findings/labels_behind_the_last)."""
-    labelled = (target >= 0).to(torch.int64).cumprod(-1) > 0
-    labels = torch.where(labelled, target, 0)
-    classes = torch.arange(value.shape[-1], device=value.device)
-    is_label = ((labels.unsqueeze(-1) == classes) & labelled.unsqueeze(-1)).any(-2)
-    margins = (1 - value.gather(-1, labels).unsqueeze(-1) + value.unsqueeze(-2)).clamp_min(0)
-    counts = labelled.unsqueeze(-1) & ~is_label.unsqueeze(-2)
-    loss = torch.where(counts, margins, 0).sum((-2, -1)) / value.shape[-1]
-    if reduction:
-        loss = loss.mean() if reduction == 1 else loss.sum()
-    return loss, is_label.to(value.dtype)

@@ -8,6 +8,7 @@ can run code in this process.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import stat
@@ -89,6 +90,10 @@ def cache_folder() -> str:
         raise Refusal("cache-untrusted", why)
     return folder
 
+
+# Inductor makes its keys by pickling. By default, pickle names a memory format by the first module that has
+# an attribute ``torch``: the name depends on what the process has imported.
+copyreg.pickle(torch.memory_format, lambda memory_format: str(memory_format).removeprefix("torch."))
 
 #: how the name of a file ends that is being written.
 UNFINISHED = ".tmp"

@@ -5,11 +5,7 @@ In: the state of torch in this process. Out: settings and switches as data, whic
 
 from __future__ import annotations
 
-import itertools
 import os
-import pickle
-import sys
-import types
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -51,30 +47,8 @@ def portable_settings() -> Portable:
         "precision": torch.get_float32_matmul_precision(),
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         "environment": repr([*known, kernels]),
-        "formats_in": _formats_in(),
         "folder": cache_folder(),
     }
-
-
-def _formats_in() -> str:
-    """Inductor's keys are made by pickling, and pickle names a memory format by the first module that has an
-    attribute ``torch``: it depends on what was imported first."""
-    found: str = pickle.whichmodule(torch.contiguous_format, "torch.contiguous_format")  # type: ignore[attr-defined]
-    return found
-
-
-def _have_formats_in(name: str) -> None:
-    """Have `_formats_in` return `name`, a module of another process, which need not exist here."""
-    if _formats_in() == name:
-        return
-    first = sys.modules.get(name) or types.ModuleType(name)
-    vars(first).setdefault("torch", torch)
-    others = {**sys.modules}
-    for package in itertools.accumulate(name.split("."), "{}.{}".format):
-        others.setdefault(package, types.ModuleType(package))
-    del others[name]
-    sys.modules.clear()
-    sys.modules.update({name: first, **others})
 
 
 def take_settings(portable: Portable) -> None:
@@ -85,7 +59,6 @@ def take_settings(portable: Portable) -> None:
     functorch_config.load_config(portable["functorch"])
     if torch.get_float32_matmul_precision() != portable["precision"]:
         torch.set_float32_matmul_precision(portable["precision"])
-    _have_formats_in(portable["formats_in"])
     if portable["device"] is not None:
         torch.cuda.set_device(portable["device"])
         torch.cuda.init()

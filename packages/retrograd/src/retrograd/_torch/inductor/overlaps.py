@@ -14,29 +14,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd._torch.facts import fact
 from retrograd._torch.tensor import has_overlaps
 
 aten = torch.ops.aten
-
-#: what Inductor does in place where nothing else reads the memory (``inplaceable_ops``, ``reinplace.py``). It
-#: does not ask whether that is an expanded row: then all rows would be written.
-_IN_PLACE = (aten.index_put.default, aten._unsafe_index_put.default)
-#: what it does by writing to a view of memory (``_ALWAYS_MUTATING_SCATTER_OPS``).
-_THROUGH_VIEWS = (aten.as_strided_scatter.default, aten.diagonal_scatter.default)
 
 
 def part_overlaps(graph: fx.Graph) -> list[fx.Node]:
     """Have nothing of that written in place. Returns the calls that are new, in their order."""
     new: list[fx.Node] = []
-    for target in _IN_PLACE:
-        for node in graph.find_nodes(op="call_function", target=target):
-            given: Any = node.args[0]
-            with graph.inserting_before(node):
-                if has_overlaps(given.meta["val"]):
-                    new.append(graph.call_function(aten.clone.default, (given,)))
-                    node.update_arg(0, new[-1])
-                elif given.target in _THROUGH_VIEWS and _is_fill(node):
-                    new += _fill(graph, node)
+    for node in [one for one in graph.nodes if fact("reinplaced", one.target) == "index"]:
+        given: Any = node.args[0]
+        with graph.inserting_before(node):
+            if has_overlaps(given.meta["val"]):
+                new.append(graph.call_function(aten.clone.default, (given,)))
+                node.update_arg(0, new[-1])
+            elif fact("reinplaced", given.target) == "view" and _is_fill(node):
+                new += _fill(graph, node)
     return new
 
 

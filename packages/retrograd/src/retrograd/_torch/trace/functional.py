@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import combinations
@@ -30,13 +29,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd._torch import pytree
-from retrograd._torch.fx import FILLING, is_operator_overload, schema_of
+from retrograd._torch.facts import fact, functions, is_of_family
+from retrograd._torch.fx import is_operator_overload, schema_of
 from retrograd._torch.operators import around_collecting, collecting_refused
 from retrograd._torch.patches import handled_here
 from retrograd._torch.subclass import without_symbols
 from retrograd._torch.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
 from retrograd._torch.trace.graph_tracer import noted
-from retrograd._torch.trace.unsaid_writes import saying_its_writes
+from retrograd._torch.trace.undeclared_writes import declaring_its_writes
 from retrograd.errors import Refusal, not_representable
 
 
@@ -70,10 +70,9 @@ def functional_mode(
         if plain_func is not None and _lies_as_no_result(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
-        if (instead := saying_its_writes(func, args)) is not None:
+        if (instead := declaring_its_writes(func, args)) is not None:
             return run(instead.operator, types, instead.args, {})[: instead.results]
-        fills = is_operator_overload(func) and func.overloadpacket in FILLING
-        with noted(fills_by=func) if fills else nullcontext():
+        with noted(fills_by=func) if fact("fills", func) else nullcontext():
             result = run(func, types, args, kwargs)
         torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
@@ -93,7 +92,7 @@ def _without_mutation(func: Any) -> Any:
     name = func._schema.name
     if not name.startswith("aten::") or not name.endswith("_") or name == "aten::copy_":
         return None
-    if torch.Tag.inplace_view in func.tags or func.overloadpacket in FILLING:
+    if torch.Tag.inplace_view in func.tags or fact("fills", func):
         return None
     packet = getattr(torch.ops.aten, name[len("aten::") : -1], None)
     return getattr(packet, func._overloadname, None)
@@ -140,12 +139,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-_SPREADING = {torch.ops.aten.expand.default, torch.ops.aten.unfold.default}
-
-
 def _is_spread(func: Any, args: Sequence[Any], result: torch.Tensor, spread: Mapping[int, Any]) -> bool:
     is_part = bool(args) and id(args[0]) in spread and storage_key(result) == storage_key(args[0])
-    return is_part or func in _SPREADING or may_share_elements(result)
+    return is_part or bool(fact("overlaps", func)) or may_share_elements(result)
 
 
 def _writes_to_first(func: Any) -> bool:
@@ -277,28 +273,11 @@ _CHANGES = {
     torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
-#: take an offset from the beginning of the memory, as their fourth or fifth argument.
-_STRIDED = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}
 #: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
 _LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number; without history it does nothing.
 _DETACH = torch.Tensor.detach_
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-#: by name: calls whose kernels and formulas depend on the value of an exponent. Torch traces a symbolic one
-#: to formulas that round otherwise (from 2.14), or not at all.
-_BY_VALUE = {"pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "float_power_"}
-_BY_VALUE |= {f"lp_pool{dims}d" for dims in (1, 2, 3)}
-
-
-#: by name: calls whose kernels call others through the dispatcher, which casts what these are given where
-#: autocast is on. The code of a graph runs without autocast, and a trace sees one call.
-_CASTS_INSIDE = {"bilinear", "linalg_pinv", "pinverse"}
-#: by name: calls that look at elements to refuse them, and whose Python forms do not, which symbolic sizes
-#: need.
-_CHECKS_INSIDE = {"istft"}
-#: by name: calls whose Python forms in torch give other values than their kernels, or gradients that lie
-#: otherwise.
-_AS_KERNELS = re.compile(r"interpolate|_?upsample|multilabel_margin_loss")
 
 
 class FreeTensors(TorchFunctionMode):
@@ -325,23 +304,23 @@ class FreeTensors(TorchFunctionMode):
         self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
         if name in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
-        if name in _CASTS_INSIDE and torch._C._is_any_autocast_enabled():
+        if name in functions("casts_inside") and torch._C._is_any_autocast_enabled():
             raise not_representable(f"it calls {name} under autocast, whose kernel casts inside")
-        if name in _CHECKS_INSIDE:
+        if name in functions("refuses_elements"):
             raise not_representable(f"it calls {name}, which looks at elements to refuse them")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
         kwargs = kwargs or {}
         if func == _DATA:
             self.bared.append(args[0])
-        if name in _BY_VALUE:
+        if name in functions("has_exponent"):
             args, kwargs = without_symbols((args, kwargs))
         given = () if func is _LIFT else pytree.tree_leaves((args, kwargs))
         free = [leaf for leaf in given if _is_free(leaf)]
         if free:
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
         result = _called(name, func, args, kwargs)
-        if name in _STRIDED:
+        if name in functions("offset"):
             self.strided.append((result, args[0] if args else kwargs["input"]))
         # What is changed in place is given back as the tensor that the function has: it may keep it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
@@ -374,7 +353,7 @@ def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_classes(*args, **kwargs)
     if name == "_assert_async" and len(args) == 1:  # torch removes it where it has no text: this is eager's
         args = (*args, "Expected Tensor with single nonzero value, but got zero")
-    if _AS_KERNELS.match(name):
+    if is_of_family("python_form_differs", name):
         with suppress(RuntimeError), no_python_dispatcher():  # some cannot be given a symbolic size
             return func(*args, **kwargs)
     return func(*args, **kwargs)
@@ -403,8 +382,8 @@ def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Call
 
 def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
-    place = _STRIDED.get(name, len(args))
-    return name in _STRIDED and (place < len(args) or kwargs.get("storage_offset") is not None)
+    place = functions("offset").get(name)
+    return place is not None and (place < len(args) or kwargs.get("storage_offset") is not None)
 
 
 def _is_free(leaf: Any) -> bool:

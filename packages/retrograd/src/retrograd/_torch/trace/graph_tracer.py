@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from retrograd._torch.facts import fact
 from retrograd._torch.fx import has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd._torch.operators import refuse_asynchronous
 from retrograd._torch.state import autocast_off, generator_states, restore_generator_states, seeds_and_states
@@ -109,10 +110,6 @@ class GraphTracer:
         node.meta.update(self.note)
 
 
-#: what a cast is traced to, without and with decompositions.
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-
-
 class JointTracer(GraphTracer):
     """The same for a function and its backward: each call of the forward knows its sequence number and its
     line."""
@@ -144,7 +141,7 @@ class JointTracer(GraphTracer):
             node.target
             for node in placeholders
             for user in node.users
-            if user.target in _CASTS and len(user.users) > 1
+            if fact("cast", user.target) and len(user.users) > 1
         }
 
     def refuse_other_numbers(self) -> None:
