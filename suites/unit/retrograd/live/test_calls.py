@@ -459,7 +459,7 @@ def test_what_a_backward_lets_go_is_free_while_it_runs(retain, keeps_none):
     def steps(context):
         LetsGo.freed = []
         with context:
-            for _ in range(5):  # the first runs of a plan are not specialised
+            for _ in range(5):  # the first run of a plan makes no guards
                 x = torch.ones(3, requires_grad=True)
                 loss = (LetsGo.apply(x.sin(), keeps_none) * LetsGo.apply(x.cos(), True)).sum()
                 loss.backward(retain_graph=retain)

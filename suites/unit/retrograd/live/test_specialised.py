@@ -1,4 +1,4 @@
-"""Plans that are specialised: gradients, hooks and errors are eager's, and what changes is seen."""
+"""Plans that run often: gradients, hooks and errors are eager's, and what changes is seen."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import retrograd
 from retrograd._torch.cuda import side_streams
 from retrograd.events import counters
-from retrograd.live.run import plan as plans
-from retrograd.live.run.specialised import SpecialisedPlan, Specialising, joined
 from unit.retrograd.programs import everything, leaf
 
 BACKENDS = ("eager", "aten")
@@ -73,10 +71,8 @@ def zero_and_backward(module: nn.Module, number: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_plan_settles_in_its_second_run(backend: str) -> None:
+def test_every_run_is_the_same_function(backend: str) -> None:
     as_eager(zero_and_backward, backend)
-    assert counters["specialised_plans"] == 1
-    assert counters["specialised_runs"] == 4
     assert counters["runs"] == 6
 
 
@@ -93,7 +89,6 @@ def test_gradients_add_up_in_place(backend: str, smallest: int | None) -> None:
                 assert grad._version == version + 1
 
     as_eager(step, backend)
-    assert counters["specialised_runs"]
 
 
 class Opaque(torch.autograd.Function):
@@ -119,7 +114,6 @@ def test_a_segment_that_is_never_compiled_delays_nothing() -> None:
     with_many = functools.partial(steps, step=step, count=10, layers=8)
     found = with_many(retrograd.compiled_autograd("aten", regions=3))
     assert_equal(found, with_many(contextlib.nullcontext()))
-    assert counters["specialised_runs"]
 
 
 GRADS: dict[str, Callable[[nn.Module], None]] = {
@@ -149,7 +143,6 @@ def test_existing_gradients_of_all_kinds(backend: str, kind: str) -> None:
         module(inputs(seed=number)).square().sum().backward()
 
     as_eager(step, backend, 8)
-    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,7 +158,6 @@ def test_a_gradient_of_two_leaves_is_stolen_once(backend: str) -> None:
         assert a.grad.untyped_storage().data_ptr() != b.grad.untyped_storage().data_ptr()
         a.grad.add_(1)
         assert b.grad.tolist() == [1, 1, 1]
-    assert counters["specialised_runs"]
 
 
 CHANGES: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Any]]] = {
@@ -204,13 +196,9 @@ def test_what_changes_is_left_to_the_plan(change: str) -> None:
         with CHANGES[change](module) if number == 4 else contextlib.nullcontext():
             x = inputs(seed=number, dtype=next(module.parameters()).dtype)
             loss = module(x).square().sum()
-            before = counters["specialised_runs"]
             loss.backward()
-            if number == 4:
-                assert counters["specialised_runs"] == before
 
     as_eager(step, "aten", 8)
-    assert counters["specialised_runs"] >= 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -241,7 +229,6 @@ def test_hooks_of_all_kinds(backend: str) -> None:
     found, ours = events(retrograd.compiled_autograd(backend=backend))
     assert found == expected
     assert_equal([ours], [eagers]) if backend == "eager" else torch.testing.assert_close(ours, eagers)
-    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -253,7 +240,6 @@ def test_a_hook_added_between_backwards_is_called(backend: str) -> None:
         with retrograd.compiled_autograd(backend=backend):
             zero_and_backward(module, number)
     assert len(calls) == 2
-    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -276,8 +262,6 @@ def test_a_hook_that_adds_a_hook_is_obeyed_at_once(backend: str) -> None:
         return seen
 
     assert events(retrograd.compiled_autograd(backend=backend)) == events(contextlib.nullcontext())
-    assert counters["specialised_runs"] > 0
-    assert counters["bailouts"] == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -300,7 +284,6 @@ def test_a_saved_tensor_that_a_hook_changes_is_eagers_error(backend: str) -> Non
                     high.sum().backward()
             else:
                 high.sum().backward()
-    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -330,7 +313,6 @@ def test_what_a_hook_returns_is_guarded(backend: str) -> None:
         module[3:](hidden).square().sum().backward()
 
     as_eager(step, backend, 8)
-    assert counters["specialised_runs"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -345,7 +327,6 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
             weight.grad = weight.grad + 2 * grad
 
     as_eager(step, backend)
-    assert counters["specialised_plans"] == 3
 
 
 def test_user_code_is_put_in_order_with_streams_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,65 +342,16 @@ def test_user_code_is_put_in_order_with_streams_in_every_run(monkeypatch: pytest
             asked.clear()
             y.sum().backward()
             counts.append(len(asked))
-    assert counters["specialised_runs"] > 0
     assert counts == [4] * 4  # before and after the plan, and before and after the hook
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_create_graph_is_not_specialised(backend: str) -> None:
+def test_create_graph_leaves_a_history(backend: str) -> None:
     x = torch.ones(2, requires_grad=True)
     for _ in range(5):
         with retrograd.compiled_autograd(backend=backend):
             (first,) = torch.autograd.grad(x.exp().sin().sum(), x, create_graph=True)
         assert first.requires_grad
-    assert not counters["specialised_plans"]
-
-
-def test_all_segments_as_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs between the guard and the accumulations can be replaced by a function of the same shape."""
-    calls: list[int] = []
-
-    def specialised_otherwise(self: Specialising) -> SpecialisedPlan | None:
-        found = original(self)
-        assert found is not None
-        layout = joined(found.layout, counted)
-        assert layout is not None
-        return SpecialisedPlan(layout, self._runners)
-
-    def counted(segments: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        def run(values: list[Any]) -> Any:
-            assert values
-            results = segments(values)
-            assert not values
-            calls.append(len(results))
-            return results
-
-        return run
-
-    original = Specialising.specialised
-    monkeypatch.setattr(Specialising, "specialised", specialised_otherwise)
-    as_eager(zero_and_backward, "aten")
-    assert calls == [12] * counters["specialised_runs"]
-    assert calls
-
-
-def test_plans_with_hooks_have_no_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    original = Specialising.specialised
-
-    def specialised(self: Specialising) -> SpecialisedPlan | None:
-        result = original(self)
-        assert result is not None
-        found.append(joined(result.layout, lambda run: run))
-        return result
-
-    monkeypatch.setattr(Specialising, "specialised", specialised)
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: None)
-    for _ in range(4):
-        with retrograd.compiled_autograd(backend="aten"):
-            x.exp().sum().backward()
-    assert found == [None]
 
 
 class Fails:
@@ -458,7 +390,6 @@ def test_code_that_fails_is_interpreted_from_then_on() -> None:
             zero_and_backward(module, number)
             assert_equal([found], [gradients(module)])
     assert counters["run_failures"] == 1
-    assert counters["specialised_runs"] >= 2
 
 
 def test_a_hook_that_raises_leaves_nothing_behind() -> None:
@@ -537,12 +468,3 @@ def test_the_collector_runs_in_hooks_and_stays_off_if_it_was() -> None:
         finally:
             gc.enable()
     assert states == [True, True, False, False, True, True]
-
-
-def test_plans_without_end_do_not_settle_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "ATTEMPTS", 2)
-    module = model()
-    for number in range(12):
-        with retrograd.compiled_autograd(backend="aten", dynamic=False):
-            module(inputs(rows=2 + number % 6)).sum().backward()
-    assert counters["specialised_plans"] <= 2

@@ -280,20 +280,13 @@ _AT_ONCE = nullcontext()
 class UserCode(ModesKept):
     """Calls user code, one call after the other, and puts modes back after each."""
 
-    __slots__ = ("_modes",)
-
-    def __init__(self, modes: ThreadModes) -> None:
-        super().__init__()
-        self._modes = modes
+    __slots__ = ()
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
         """What ``fn(*args)`` returns."""
+        self.left = None
         with self, user_code_in_order() if side_streams.any else _AT_ONCE:
             return fn(*args)
-
-    def has_changed_modes(self) -> bool:
-        """Whether what runs next may not run as it would have run before the last call."""
-        return self.left is not None or ThreadModes.now() != self._modes or not are_modes_plain()
 
 
 # why not now

@@ -124,29 +124,6 @@ def with_steps(
     return replace(live, nodes=tuple(nodes), wanted=live.wanted and frozenset(wanted)), chains
 
 
-def contests(live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> list[tuple[int, int]]:
-    """Pairs of nodes, of which eager runs the first before the second because its sequence number is higher.
-
-    If the numbers of all pairs compare so, and AccumulateGrad's are the highest, a graph of equal structure
-    runs in the same order: of the nodes that wait, the one that runs is compared with the next to run.
-    """
-    stepwise, chains = with_steps(live, steps)
-    original = {link: node for node, links in chains.items() for link in links}
-    order = eager_walk(stepwise)
-    place = {node: i for i, node in enumerate(order)}
-    ready = _Readiness(stepwise)
-    waiting: list[int] = []
-    pairs: dict[tuple[int, int], None] = {}
-    for node in order:
-        if node != ROOT:
-            heapq.heappop(waiting)  # it is `node` itself: that is the order
-            if waiting and stepwise.nodes[node].sequence != ACCUMULATES:
-                following = order[waiting[0]]
-                pairs[original.get(node, node), original.get(following, following)] = None
-        ready.release(node, lambda found: heapq.heappush(waiting, place[found]))
-    return list(pairs)
-
-
 class _Readiness:
     """Counts the gradients that each node still waits for."""
 

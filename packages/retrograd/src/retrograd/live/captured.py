@@ -6,8 +6,8 @@ That cache does not hold sequence numbers, so a structure that is met again may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import fx
 from retrograd._torch.autograd import (
     EngineRequest,
     LiveBackward,
-    OrderCheck,
     edge_of,
     forward_line,
     leaf_of,
@@ -32,7 +31,7 @@ from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
-from retrograd.live.capture.grad_dtypes import Dtypes, asked_dtypes, in_dtypes, leaves_with_buffers
+from retrograd.live.capture.grad_dtypes import asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 from retrograd.process import cached_property
@@ -42,21 +41,6 @@ _ASSOCIATIVE = 2
 
 #: how many settings and orders of one structure are remembered.
 KEPT_PLANS = 32
-
-#: how many of them are found without reading the whole graph.
-KEPT_CHECKS = 4
-
-
-@dataclass(eq=False)
-class _Known:
-    """A plan, and the setting, order, number of added inputs and dtypes of gradients that it was made for."""
-
-    plan: Plan
-    config: Config
-    ranks: tuple[int, ...] | None
-    added: int
-    dtypes: Dtypes
-    check: OrderCheck | None = None
 
 
 class CapturedBackward:
@@ -81,7 +65,8 @@ class CapturedBackward:
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._order_is_visible = _order_is_visible(graph)
         self._leaves = leaves_with_buffers(self.graph)
-        self._known: tuple[_Known, ...] = ()
+        #: by setting, order, number of added inputs, and dtypes of gradients.
+        self._plans: dict[Hashable, Plan] = {}
 
     def plan(
         self, config: Config, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
@@ -98,33 +83,25 @@ class CapturedBackward:
         request = backward.request
         asks = self._leaves or request.inputs
         dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
-        alike = [known for known in self._known if (known.added, known.dtypes) == (request.added, dtypes)]
-        alike = [known for known in alike if not known.plan.is_outdated]
-        alike = [known for known in alike if known.config is config or known.config == config]
-        checked = alike if self._order_is_visible and not request.inputs else []
-        for known in checked:
-            if known.check is not None and known.check.holds(request):
-                return known.plan, False
         ranks = read_ranks(request) if self._order_is_visible else None
-        for known in alike:
-            if known.ranks == ranks:
-                checks = sum(one.check is not None for one in self._known)
-                if checked and known.check is None and checks < KEPT_CHECKS:  # likely to be met again
-                    known.check = OrderCheck(backward.graph, _steps(self.graph, backward))
-                return known.plan, False
+        key = config, ranks, request.added, dtypes
+        known = self._plans.get(key)
+        if known is not None and not known.is_outdated:
+            return known, False
         with event("retrograd.lay_out"):
             graph = in_dtypes(without_last_outputs(self._laid_out(backward), request.added), dtypes)
-            raised = {name: why for known in self._known for name, why in known.plan.raised.items()}
+            raised = {name: why for plan in [*self._plans.values()] for name, why in plan.raised().items()}
             plan = Plan(graph, config, find_backend(config.backend), raised)
-        kept = [known for known in self._known if not known.plan.is_outdated][1 - KEPT_PLANS :]
-        self._known = (*kept, _Known(plan, config, ranks, request.added, dtypes))
+        for oldest in [*self._plans][: 1 - KEPT_PLANS]:
+            self._plans.pop(oldest, None)
+        self._plans[key] = plan
         return plan, True
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:
             return lay_out_like_eager(self.graph, _positions(self.graph, backward))
         except (LookupError, VerificationError):
-            if not self._known:
+            if not self._plans:
                 raise  # still capturing: the stock engine can run this backward
             live_log.exception("eager's order is not known: running in the engine's")
             return self.graph

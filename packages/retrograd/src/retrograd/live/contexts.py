@@ -38,7 +38,6 @@ from retrograd._torch.autograd import (
     run_stock,
     stock_compiler_off,
     watch_hooks,
-    window,
 )
 from retrograd._torch.patches import handle
 from retrograd._torch.state import compile_stance, without_torch_functions
@@ -171,8 +170,7 @@ def _run_backward(request: EngineRequest) -> Grads:
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
         # With as few Python frames of ours as possible: eager has room for 60 levels here.
         entry.session.refuse(TOO_DEEP)
-        with window.stock():
-            grads = run_stock(request)
+        grads = run_stock(request)
         entry.session.note(TOO_DEEP)
         return grads
     if stock is None:
@@ -201,8 +199,7 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
             entry.session.leave_to_transform()
         elif compile_stance() != "force_eager":
             return entry.session.run(request)
-    with window.stock():
-        return run_stock(request)
+    return run_stock(request)
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from retrograd._torch.autograd import (
     run_in_graph_task,
     run_stock,
     why_not_collectable,
-    window,
 )
 from retrograd._torch.cuda import in_order_with_streams, side_streams
 from retrograd._torch.log import event
@@ -93,21 +92,21 @@ class Session:
         """Run one backward."""
         if asked.create_graph:
             self._report.noted(_DIFFERENTIABLE, warn=False)
-            return _run_stock(asked)
+            return run_stock(asked)
         if plans_under_way() and not self.config.strict and is_small(asked):
             self._report.noted(_SMALL_NESTED, warn=False)
-            return _run_stock(asked)
+            return run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
             return self._run(asked)
         is_compiled = pace.is_worth_compiling()
         if pace.aside is _COMPILED_ALREADY:
             self._report.noted(_COMPILED_ALREADY, warn=False)
-            return _run_stock(asked)
+            return run_stock(asked)
         if pace.aside is not None:
             return self._fall_back(asked, pace.aside)
         with pace.timed(is_compiled, _compilations):
-            return self._run(asked) if is_compiled else _run_stock(asked)
+            return self._run(asked) if is_compiled else run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
         """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
@@ -204,7 +203,7 @@ class Session:
 
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
-        grads = _run_stock(request)
+        grads = run_stock(request)
         # Only a backward that eager can run is a fallback: an error of the user's is none.
         self.note(reason)
         return grads
@@ -271,11 +270,6 @@ class _Repetition:
         return None
 
 
-def _run_stock(request: EngineRequest) -> Grads:
-    with window.stock():
-        return run_stock(request)
-
-
 def _checked(request: EngineRequest, grads: Grads) -> Grads:
     """For ``autograd.grad``: the gradients, or eager's error for an input that was not reached."""
     if request.accumulate_grad:
@@ -294,12 +288,12 @@ def _raise_unreached(position: int) -> None:
         reached = torch.zeros((), requires_grad=True)
         root = reached.clone()
         unreached = torch.zeros((), requires_grad=True)
-    _run_stock(EngineRequest((root,), (torch.zeros(()),), False, False, (*[reached] * position, unreached)))
+    run_stock(EngineRequest((root,), (torch.zeros(()),), False, False, (*[reached] * position, unreached)))
     raise AssertionError("torch accepted an unreached input")
 
 
 def _compilations() -> int:
-    return sum(counters[name] for name in ("captures", "plans", "lowerings", "specialised_plans"))
+    return sum(counters[name] for name in ("captures", "plans", "lowerings"))
 
 
 def _reason(code: str, text: str) -> Reason:

@@ -43,6 +43,7 @@ from retrograd._torch.autograd.nodes import (
     fitted,
     materializes_grads,
     modified_error,
+    raise_modified,
     refuse_nan,
     refuse_reentry,
     request_to_release,
@@ -54,7 +55,6 @@ from retrograd._torch.autograd.protocol import EngineProtocol
 from retrograd._torch.autograd.request import (
     EngineRequest,
     LiveBackward,
-    OrderCheck,
     accumulating_only_into,
     edge_of,
     forward_line,

@@ -35,8 +35,14 @@ if TYPE_CHECKING:
 GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
 
 
-def run_stock(request: EngineRequest, allow_unreachable: bool = False) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward on the engine as torch would, or as if inputs might be unreachable."""
+def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the stock engine, as torch would."""
+    with window.stock():
+        return call_engine(request)
+
+
+def call_engine(request: EngineRequest, allow_unreachable: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """Call the engine, whatever its compiler is, perhaps as if inputs might be unreachable."""
     return stock_run_backward(
         request.tensors,
         request.grad_tensors,
@@ -150,7 +156,7 @@ def collect(
         _collection.receive = receive
         try:
             with _compiler(make):
-                run_stock(request, allow_unreachable=True)
+                call_engine(request, allow_unreachable=True)
         finally:
             _collection.receive = prior
             for capture in captures:

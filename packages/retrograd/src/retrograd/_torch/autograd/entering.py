@@ -57,66 +57,32 @@ def innermost_files() -> list[tuple[int, str]]:
     return [(int(thread, 16), file) for thread, file in _INNERMOST.findall(stacks)]
 
 
-class Entrance:
-    """Where a backward goes into the stock engine; inside, this thread may be about to.
+class Turn:
+    """A block in which the thread that made this has its turn at the engine. It is no generator: one that an
+    error leaves in the middle would go on at some later time, and every backward of a compiled forward comes
+    by here."""
 
-    It is no generator: every backward of a compiled forward comes by here.
-    """
+    __slots__ = ("_begin", "_end", "_is_inside", "_thread")
 
-    __slots__ = ("_is_before", "_thread", "_window")
-
-    def __init__(self, window: Window) -> None:
-        self._window, self._thread, self._is_before = window, threading.get_ident(), False
+    def __init__(self, begin: Callable[[int], None] | None, end: Callable[[int], None]) -> None:
+        self._begin, self._end, self._is_inside = begin, end, False
+        self._thread = threading.get_ident()  # of a deeply nested backward, torch may end it on another one
 
     def __enter__(self) -> Callable[[], None]:
-        """To be called, if anybody can tell, when the backward is known to be past the entrance."""
-        self._window.enter(self._thread)
-        self._is_before = True
-        return self.passed
+        """To be called, if anybody can tell, when the turn is over before the block is."""
+        if self._begin is not None:
+            self._begin(self._thread)
+            self._is_inside = True
+        return self.over
 
     def __exit__(self, *_: object) -> None:
-        self.passed()
+        self.over()
 
-    def passed(self) -> None:
-        """The backward is inside, or over."""
-        if self._is_before:
-            self._is_before = False
-            self._window.leave(self._thread)
-
-
-class Capture:
-    """Inside, this thread captures. It is no generator: one that an error leaves in the middle would go on at
-    some later time."""
-
-    __slots__ = ("_is_taken", "_thread", "_window")
-
-    def __init__(self, window: Window) -> None:
-        self._window, self._thread = window, threading.get_ident()
-        self._is_taken = False
-
-    def __enter__(self) -> None:
-        if not self._window.place().is_owner:
-            self._is_taken = True
-            self._window.take(self._thread)
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_taken:
-            self._window.release(self._thread)
-
-
-class Suspended:
-    """Inside, user code runs in the engine's frame."""
-
-    __slots__ = ("_thread", "_window")
-
-    def __init__(self, window: Window) -> None:
-        self._window, self._thread = window, threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._window.suspend(self._thread)
-
-    def __exit__(self, *_: object) -> None:
-        self._window.resume(self._thread)
+    def over(self) -> None:
+        """End the turn."""
+        if self._is_inside:
+            self._is_inside = False
+            self._end(self._thread)
 
 
 class Place(NamedTuple):
@@ -144,9 +110,9 @@ class Window:
         self._may_be_unseen = True
         self._lost = False
 
-    def stock(self) -> Entrance:
-        """Around every backward that the stock engine runs."""
-        return Entrance(self)
+    def stock(self) -> Turn:
+        """Around every backward that the stock engine runs; over when it is known to be past the entrance."""
+        return Turn(self.enter, self.leave)
 
     def enter(self, thread: int) -> None:
         """`thread` may enter the engine from now on."""
@@ -164,13 +130,13 @@ class Window:
                 self._slow.discard(thread)
                 self._condition.notify_all()
 
-    def capture(self) -> Capture:
+    def capture(self) -> Turn:
         """Around a capture, or several of one thread.
 
         Raises:
             Refusal: this thread is in the engine's frame, or another one was too long in the way.
         """
-        return Capture(self)
+        return Turn(None if self._owner == threading.get_ident() else self.take, self.release)
 
     def take(self, me: int) -> None:
         """This thread captures from now on."""
@@ -207,10 +173,10 @@ class Window:
         """Whether another thread may be about to enter; none that came by here is."""
         return any(thread != me and file in _BEFORE_ENGINE for thread, file in innermost_files())
 
-    def suspended(self) -> Suspended:
+    def suspended(self) -> Turn:
         """Inside a capture, while user code runs in the engine's frame and the compiler is off: others may
         run stock backwards, but the engine has room for one frame only, until its call has returned."""
-        return Suspended(self)
+        return Turn(self.suspend, self.resume)
 
     def suspend(self, me: int) -> None:
         """User code begins to run in the engine's frame."""

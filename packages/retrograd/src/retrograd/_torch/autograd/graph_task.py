@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from retrograd._torch.autograd.collection import run_stock
+from retrograd._torch.autograd.collection import call_engine
 from retrograd._torch.autograd.entering import window
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.patches import Handler, handle
@@ -101,7 +101,7 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
 
         _body.stack.append(entered)
         try:
-            run_stock(task)
+            call_engine(task)
         finally:
             _body.stack.pop()
 

@@ -25,32 +25,22 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from retrograd._torch.autograd.collection import run_stock
-from retrograd._torch.autograd.entering import window
 from retrograd._torch.autograd.request import EngineRequest
 from retrograd._torch.state import torch_functions_off, without_torch_functions
 from retrograd._torch.tensor import PLAIN_CLASSES, zeros_of_slot
 from retrograd.errors import Refusal
 from retrograd.graph.eager_order import LiveGraph
 
+#: the versions of tensors at one time, by the nodes that stand for them.
+Versions = Mapping[fx.Node, int]
 
-class Versions:
-    """The versions of tensors at one time, by the nodes that stand for them."""
 
-    def __init__(self, versions: Iterable[tuple[fx.Node, int | None]]) -> None:
-        self._versions = {key: version for key, version in versions if version is not None}
-
-    def renamed(self, names: Iterable[tuple[fx.Node, fx.Node]]) -> Versions:
-        """The same versions under other keys, given as (old, new); keys without a new one are dropped."""
-        return Versions((new, self._versions.get(old)) for old, new in names)
-
-    @without_torch_functions
-    def changed(self, keys: Iterable[fx.Node], tensors: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
-        """Of `keys`, those whose tensor was changed in place since, with eager's error text."""
-        return {
-            key: modified_error(tensors[key], self._versions[key])
-            for key in keys
-            if key in self._versions and tensors[key]._version != self._versions[key]
-        }
+@without_torch_functions
+def raise_modified(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Raise eager's error for the first tensor that is not at its version."""
+    for tensor, version in pairs:
+        if tensor._version != version:
+            raise RuntimeError(modified_error(tensor, version))
 
 
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
@@ -75,8 +65,7 @@ def _shortening() -> tuple[str, str]:
         torch.autograd.graph.increment_version(saved)
     request = EngineRequest((root,), (torch.zeros(()),), False, False, accumulate_grad=True)
     try:
-        with window.stock():
-            run_stock(request)
+        run_stock(request)
     except RuntimeError as error:
         return (r"$^", "") if "CloneBackward0" in str(error) else (r"Backward\d*$", "")
     raise AssertionError("torch accepted a saved tensor that was changed in place")

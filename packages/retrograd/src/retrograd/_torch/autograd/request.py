@@ -3,10 +3,10 @@
 In: an `EngineRequest`; the modes that are active, stock compiled autograd among them. Out: the first obstacle
 to a capture, as a code and a sentence: such a backward runs on the stock engine.
 
-In: an `EngineRequest`. Out: a `LiveGraph`, and an `OrderCheck` of later backwards of equal structure. Follows
-``next_functions``; the rule for which nodes are wanted with ``inputs=`` is that of
-``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A `LiveBackward` is passed down through
-the stages. It knows both orders of the nodes, and what user code may ask of the engine (see `under_way`).
+In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are wanted
+with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A
+`LiveBackward` is passed down through the stages. It knows both orders of the nodes, and what user code may
+ask of the engine (see `under_way`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -31,11 +31,9 @@ from retrograd.graph.eager_order import (
     Edge,
     LiveGraph,
     LiveNode,
-    contests,
     eager_walk,
     engine_walk,
 )
-from retrograd.graph.emit import Emitter
 from retrograd.graph.reach import reached
 from retrograd.process import cached_property
 
@@ -265,63 +263,6 @@ def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
             if edge is not None:
                 producers.setdefault(edge.node, []).append(i)
     return frozenset(reached(targets, lambda node: producers.get(node, ())))
-
-
-class OrderCheck:
-    """The order of one backward of the whole graph, for others of equal structure. It walks only to the nodes
-    whose numbers eager compares, in generated code: it runs before every backward whose order is visible.
-    """
-
-    def __init__(self, live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]) -> None:
-        emit = Emitter("compare(roots)")
-        for line in _lines(live, contests(live, steps)):
-            emit.line(line)
-        self._compare = emit.function()
-
-    def holds(self, request: EngineRequest) -> bool:
-        """Whether eager would run `request` in the same order, if its structure is the same."""
-        try:
-            return self._compare([edge_of(root)[0] for root in request.tensors])
-        except (AttributeError, IndexError, TypeError, ValueError):
-            return False  # it is not
-
-
-def _lines(live: LiveGraph, pairs: Sequence[tuple[int, int]]) -> Iterator[str]:
-    wanted = {node for pair in pairs for node in pair}
-    parents = _first_edges(live)
-    on_the_way = set(wanted)
-    for node in sorted(wanted):
-        while node in parents and parents[node][0] not in on_the_way:
-            node = parents[node][0]
-            on_the_way.add(node)
-    below: dict[int, list[tuple[int, int]]] = {}
-    for node in sorted(on_the_way):
-        if node in parents:
-            parent, edge = parents[node]
-            below.setdefault(parent, []).append((node, edge))
-    for place, root in enumerate(live.roots):
-        yield f"n{root.node} = roots[{place}]"
-    # In order of discovery a node stands behind the one by which it is found.
-    for node in sorted(on_the_way):
-        if node in wanted:
-            yield f"s{node} = n{node}._sequence_nr()"
-        if node in below:
-            yield f"f = n{node}.next_functions"
-        for child, edge in below.get(node, ()):
-            yield f"n{child} = f[{edge}][0]"
-    terms = [f"s{first} > s{second}" for first, second in pairs]
-    yield f"return {' and '.join(terms) or True}"
-
-
-def _first_edges(live: LiveGraph) -> dict[int, tuple[int, int]]:
-    """By which edge of which node each node is discovered; roots are given."""
-    roots = {root.node for root in live.roots}
-    found: dict[int, tuple[int, int]] = {}
-    for number, node in enumerate(live.nodes):
-        for place, edge in enumerate(node.edges):
-            if edge is not None and edge.node not in found and edge.node not in roots:
-                found[edge.node] = (number, place)
-    return found
 
 
 _NOT_OF_LEAVES = (

@@ -147,6 +147,7 @@ class Accumulator:
         self._totals: InputGuard | None = None
         #: whether each pair of leaf and gradient is plain, as long as `_pairs` holds.
         self._fitting: list[bool] = []
+        self._has_run = False
 
     def __call__(self, variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
         """Write ``.grad`` of each of `variables` with eager's rules.
@@ -157,7 +158,8 @@ class Accumulator:
                 stolen.
         """
         with torch_functions_off():
-            is_plain = not torch.is_grad_enabled() and is_layout_enforced()
+            is_plain = self._has_run and not torch.is_grad_enabled() and is_layout_enforced()
+            self._has_run = True
             if is_plain and self._are_as_before(variables, grads):
                 self._write(variables, grads)
             else:
@@ -315,12 +317,16 @@ class RememberingCheck:
     def __init__(self, check: OutputCheck, saved: Sequence[Any]) -> None:
         self._check, self._saved = check, saved
         self._passed: InputGuard | None = None
+        self._has_run = False
 
     def __call__(self, grads: Sequence[Any]) -> Sequence[Any]:
         """The gradients as their consumers take them."""
         if self._passed is not None and self._passed.check(grads):
             return grads
         results = self._check(grads, *self._saved)
+        if not self._has_run:  # a guard takes longer than the check: many plans run only once
+            self._has_run = True
+            return results
         kept = [type(grad) is torch.Tensor or grad is None for grad in grads]
         if all(kept) and all(one is other for one, other in zip(results, grads, strict=True)):
             self._passed = InputGuard(grads, (), (), None)

@@ -16,12 +16,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 from torch.autograd.function import BackwardCFunction
 
 from retrograd._torch.autograd import (
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     materializes_grads,
+    modified_error,
     node_under_way,
     saved_name,
 )
@@ -59,6 +61,13 @@ class ModifiedTensor:
     def unpack(self) -> torch.Tensor:
         """Raise what eager raises when the Function asks for it."""
         raise RuntimeError(self.error)
+
+
+@without_torch_functions
+def mark_modified(args: Sequence[Any], saved: Sequence[tuple[torch.Tensor, int]]) -> Any:
+    """`args` of a Function's call, where each of the `saved` tensors that is not at its version is marked."""
+    marks = {id(one): ModifiedTensor(modified_error(one, v)) for one, v in saved if one._version != v}
+    return fx.node.map_aggregate(args, lambda value: marks.get(id(value), value))
 
 
 class FunctionContext:

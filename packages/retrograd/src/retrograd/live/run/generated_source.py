@@ -1,21 +1,24 @@
 """The steps of a plan as one Python function: to go from step to step costs a few local variables.
 
-In: a `Schedule` and what each of its segments runs. Out: the text of the function and what it refers to.
-Every value is a local variable, deleted at its last use. The function is called with what the engine
-collected. It returns the plan's outputs; or None if its guard does not hold (nothing is consumed then); or,
-where a step must be left to the plan, the number of that step and the values at hand.
+In: a `PlanLayout`: a schedule, and what runs its segments. Out: the text of the function and what it refers
+to. Every value is a local variable, deleted at its last use. The function is called with what the engine
+collected. It returns the plan's outputs; or None if a saved tensor has no version (nothing is consumed then);
+or, where user code has changed what the remaining steps are, the number of the next step and the values at
+hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import Collected, versions_of
-from retrograd._torch.state import torch_functions_off
+from retrograd._torch.autograd import Versions, raise_modified, versions_of
+from retrograd._torch.state import KeptModes, ModesKept, torch_functions_off
 from retrograd.graph.backward_graph import (
     Accumulation,
     CallKind,
@@ -30,10 +33,10 @@ from retrograd.graph.backward_graph import (
     dying_values,
     is_alias,
 )
-from retrograd.graph.emit import Emitter, emit_calls
+from retrograd.graph.emit import Boxed, Emitter, emit_calls
 from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
-
-Check = Callable[[Sequence[Any]], bool]
+from retrograd.live.calls.user_code import mark_modified
+from retrograd.report import PlanLog
 
 #: calls that no class of tensors written in Python takes over: the engine's own closures, and ours.
 _NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})
@@ -48,25 +51,6 @@ _LISTS = {
 
 
 @dataclass(frozen=True)
-class Code:
-    """What one segment runs: a backend's code.
-
-    Attributes:
-        run: takes a list of the inputs at `fed` and returns the outputs that are not None.
-        fed: positions among the segment's inputs.
-        given: for each output of the segment, whether `run` returns it; else it is None.
-        check: whether `run` fits the segment's inputs; None if that is known.
-        failed: is told what `run` raised.
-    """
-
-    run: Callable[[list[Any]], Sequence[Any]]
-    fed: tuple[int, ...]
-    given: tuple[bool, ...]
-    check: Check | None
-    failed: Callable[[Exception], None]
-
-
-@dataclass(frozen=True)
 class PlanLayout:
     """What is written.
 
@@ -75,85 +59,95 @@ class PlanLayout:
         placeholders: where values come from.
         outputs: what is returned.
         saved: placeholders whose version matters after user code has run.
-        codes: what segments run, by step; the calls of the others stand in the function themselves.
-        lengths: of the lists that the engine hands over.
-        guard: whether the values of `guarded` fit; None if there is nothing to ask.
+        runs: what runs segments, by step: it takes a list of the segment's inputs, which it empties, and
+            returns its outputs. The calls of the other segments stand in the function itself.
+        begun: for the rest of a backward, the versions that saved tensors had when it began.
+        leaked: modes that user code left switched, and the node call that they concern.
+        log: puts the ranges of a profiler around the steps; None where nobody looks.
     """
 
     schedule: Schedule
     placeholders: Sequence[tuple[fx.Node, Source]]
     outputs: Sequence[fx.Node | None]
     saved: frozenset[fx.Node]
-    codes: Mapping[int, Code] = field(default_factory=dict)
-    lengths: Mapping[SourceKind, int] = field(default_factory=dict)
-    guard: Check | None = None
-    guarded: Sequence[fx.Node] = ()
+    runs: Mapping[int, Boxed] = field(default_factory=dict)
+    begun: Versions | None = None
+    leaked: tuple[int, KeptModes] | None = None
+    log: PlanLog | None = None
 
-    def with_steps(self, steps: Sequence[PlanStep], codes: Sequence[Code]) -> PlanLayout:
-        """Other steps, and the codes of the segments among them."""
+    def with_steps(self, steps: Sequence[PlanStep], runs: Sequence[Boxed]) -> PlanLayout:
+        """Other steps, and what runs the segments among them."""
         reads = [step.inputs if isinstance(step, Segment) else step.node.all_input_nodes for step in steps]
         segments = [number for number, step in enumerate(steps) if isinstance(step, Segment)]
         schedule = Schedule(tuple(steps), dying_values(reads, self.outputs))
-        return replace(self, schedule=schedule, codes=dict(zip(segments, codes, strict=True)))
-
-
-def lists_of(call: Collected) -> dict[SourceKind, list[Any]]:
-    """What the engine collected, by kind."""
-    return {kind: getattr(call, name) for kind, name in _LISTS.items()}
+        return replace(self, schedule=schedule, runs=dict(zip(segments, runs, strict=True)))
 
 
 class GeneratedSource:
     """The function for a `PlanLayout`, as text.
 
     Attributes:
-        emit: its lines and variables.
-        watched: by step, saved tensors with the places of their versions in the local variable `versions`.
+        emit: its lines and variables. function: itself.
+        watched: saved tensors, by the places of their versions in the variable `versions`.
     """
 
     def __init__(self, layout: PlanLayout) -> None:
         self._layout = layout
+        self._steps, self._dying = layout.schedule.steps, layout.schedule.dying
+        calls = ((number, node) for number, step in enumerate(self._steps) for node in _nodes_of(step))
+        self._last_of = {call_of(node).node_call: number for number, node in calls}
         self.emit = emit = Emitter("run_backward(call, backward, changes, user)")
-        self.watched: dict[int, list[tuple[int, fx.Node]]] = {}
+        self.watched: list[fx.Node] = []
+        self._checked: dict[int, dict[str, str]] = {}
         self._begin()
         number = 0
-        steps = layout.schedule.steps
-        while number < len(steps):
-            number = (
-                self._stretch(number) if not isinstance(steps[number], OpaqueCall) else self._opaque(number)
-            )
+        while number < len(self._steps):
+            number = self._stretch(number) if self._is_quiet(number) else self._single(number)
         emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in layout.outputs)}]")
+        self.function = emit.function()
+
+    def found_in(self, variables: Mapping[str, Any]) -> tuple[dict[fx.Node, Any], Versions]:
+        """The values among the function's local variables, and the versions of saved tensors."""
+        values = {node: variables[name] for node, name in self.emit.local.items() if name in variables}
+        versions = variables.get("versions", self.emit.names.get("versions", ()))
+        return values, dict(zip(self.watched, versions, strict=True))
 
     # the beginning
 
     def _begin(self) -> None:
         self.emit.names.update(
-            versions_of=versions_of, quiet=torch_functions_off, accumulate_one=accumulate_quietly
+            versions_of=versions_of,
+            quiet=torch_functions_off,
+            accumulate_one=accumulate_quietly,
+            raise_modified=raise_modified,
+            mark_modified=mark_modified,
         )
-        bound = {
-            (source.kind, source.index): node for node, source in self._layout.placeholders if node.users
-        }
+        self._name_inputs()
+        self._watch()
+        if self._layout.begun is not None:
+            self.emit.names["versions"] = [self._layout.begun[node] for node in self.watched]
+        elif self.watched:
+            self.emit.line(f"versions = versions_of({self.emit.listed(self.watched)})")
+            self.emit.line("if None in versions: return None")
+        self.emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
+
+    def _name_inputs(self) -> None:
         unused = False
         for kind, name in _LISTS.items():
-            length = self._layout.lengths[kind]
-            nodes = [bound.get((kind, i)) for i in range(length)]
-            if any(nodes):
-                targets = ", ".join("_" if node is None else self.emit.name(node) for node in nodes)
-                self.emit.line(f"{targets}, = call.{name}")
-                unused |= None in nodes
+            bound = {s.index: node for node, s in self._layout.placeholders if s.kind is kind and node.users}
+            if bound:
+                nodes = [bound.get(i) for i in range(max(bound) + 1)]
+                targets = ("_" if node is None else self.emit.name(node) for node in nodes)
+                self.emit.line(f"{', '.join(targets)}, *_ = call.{name}")
+                unused = True
         if unused:
             self.emit.line("del _")
-        if self._layout.guard is not None:
-            guard = self.emit.refer("guard", self._layout.guard)
-            self.emit.line(f"if not {guard}({self.emit.listed(self._layout.guarded)}): return None")
-        self.emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
-        self._take_versions()
 
-    def _take_versions(self) -> None:
-        """The versions of saved tensors that are read after something may have changed them: user code, or an
-        addition to a ``.grad`` that shares their memory."""
-        may_be_changed = False
-        watched: list[fx.Node] = []
-        for number, step in enumerate(self._layout.schedule.steps):
+    def _watch(self) -> None:
+        """Watch saved tensors that are read after something may have changed them: user code, or an addition
+        to a ``.grad`` that shares their memory."""
+        may_be_changed = self._layout.begun is not None
+        for number, step in enumerate(self._steps):
             read: Sequence[fx.Node] = ()
             if isinstance(step, Segment):
                 read = step.inputs
@@ -161,69 +155,83 @@ class GeneratedSource:
                 read = step.node.all_input_nodes
             saved = [node for node in read if node in self._layout.saved] if may_be_changed else []
             if saved:
-                self.watched[number] = list(enumerate(saved, len(watched)))
-                watched += saved
+                places = enumerate(saved, len(self.watched))
+                self._checked[number] = {self.emit.name(n): f"versions[{place}]" for place, n in places}
+                self.watched += saved
             may_be_changed |= not isinstance(step, Segment)
-        if watched:
-            self.emit.line(f"versions = versions_of({self.emit.listed(watched)})")
-            self.emit.line("if None in versions: return 0, locals()")
 
-    def _leave_if_changed(self, number: int) -> None:
-        if saved := self.watched.get(number):
-            tests = (f"{self.emit.name(node)}._version != versions[{place}]" for place, node in saved)
-            self.emit.line(f"if {' or '.join(tests)}: return {number}, locals()")
+    def _if_changed(self, number: int, then: str) -> None:
+        """Do what `then` says with the saved tensors that step `number` reads, if one was changed."""
+        if saved := self._checked.get(number):
+            tests = " or ".join(f"{name}._version != {version}" for name, version in saved.items())
+            pairs = "".join(f"({name}, {version}), " for name, version in saved.items())
+            self.emit.line(f"if {tests}: {then.format(f'({pairs})')}")
 
     # the steps
 
+    def _is_quiet(self, number: int) -> bool:
+        """Whether step `number` calls no Python function that classes of tensors may take over, and nothing
+        has to stand around it."""
+        step = self._steps[number]
+        if self._layout.log is not None or self._is_leaked(step) or isinstance(step, OpaqueCall):
+            return False
+        if isinstance(step, Accumulation):
+            return True
+        return number not in self._layout.runs and all(call_of(node).kind in _NATIVE for node in step.nodes)
+
+    def _is_leaked(self, step: PlanStep) -> bool:
+        """Whether the step runs in modes that user code left switched."""
+        here = call_of(_nodes_of(step)[0]).node_call
+        return self._layout.leaked is not None and here == self._layout.leaked[0]
+
     def _stretch(self, number: int) -> int:
-        """Steps without user code; returns the number of the step after them."""
-        steps = self._layout.schedule.steps
-        if self._is_loud(number):
-            self._segment(number)
-            return number + 1
+        """Steps around which nothing stands; returns the number of the step after them."""
         with self.emit.block("with quiet():"):
-            while number < len(steps):
-                step = steps[number]
-                if isinstance(step, OpaqueCall) or self._is_loud(number):
-                    break
-                if isinstance(step, Accumulation):
-                    number = self._accumulations(number)
-                    continue
-                self._segment(number)
-                number += 1
+            while number < len(self._steps) and self._is_quiet(number):
+                step = self._steps[number]
+                if isinstance(step, Segment):
+                    self._if_changed(number, "raise_modified({})")
+                    self._segment(number, step)
+                number = self._accumulations(number) if isinstance(step, Accumulation) else number + 1
         return number
 
-    def _is_loud(self, number: int) -> bool:
-        """Whether the step is a segment that calls Python functions as they are: classes of tensors written
-        in Python may take them over."""
-        step = self._layout.schedule.steps[number]
-        if not isinstance(step, Segment) or number in self._layout.codes:
-            return False
-        return any(call_of(node).kind not in _NATIVE for node in step.nodes)
+    def _single(self, number: int) -> int:
+        """One step, with what stands around it; returns the number of the step after it."""
+        step, around = self._steps[number], []
+        if isinstance(step, Segment) and number in self._checked:
+            with self.emit.block("with quiet():"):
+                self._if_changed(number, "raise_modified({})")
+        if self._layout.leaked is not None and self._is_leaked(step):
+            around.append(self.emit.refer("leaked", partial(ModesKept, self._layout.leaked[1])))
+        if self._layout.log is not None and not isinstance(step, Segment):
+            around.append(self.emit.refer("range", partial(self._layout.log.step_range, step)))
+        if isinstance(step, Accumulation):
+            around.append("quiet")
+        head = f"with {', '.join(f'{one}()' for one in around)}:"
+        with self.emit.block(head) if around else nullcontext():
+            if isinstance(step, Segment):
+                self._segment(number, step)
+            elif isinstance(step, Accumulation):
+                self._accumulations(number, most=1)
+            else:
+                self._opaque(number, step)
+        if isinstance(step, OpaqueCall):
+            is_over = self._last_of[call_of(step.node).node_call] == number
+            test = "changes" if is_over else "changes or user.left"
+            self.emit.line(f"if {test}: return {number + 1}, locals()")
+        return number + 1
 
-    def _segment(self, number: int) -> None:
-        step, code = self._layout.schedule.steps[number], self._layout.codes.get(number)
-        assert isinstance(step, Segment)
-        self._leave_if_changed(number)
-        gone = [node for node in step.inputs if node in self._layout.schedule.dying[number]]
-        if code is None:
+    def _segment(self, number: int, step: Segment) -> None:
+        gone = [node for node in step.inputs if node in self._dying[number]]
+        run = self._layout.runs.get(number)
+        if run is None:
             gone += set(step.nodes) - set(step.outputs)
             emit_calls(self.emit, step.nodes, gone, instead=self._shorter)
             return
-        if code.check is not None:
-            check = self.emit.refer("check", code.check)
-            self.emit.line(f"if not {check}({self.emit.listed(step.inputs)}): return {number}, locals()")
-        self.emit.line(f"args = {self.emit.listed(step.inputs[i] for i in code.fed)}")
+        self.emit.line(f"args = {self.emit.listed(step.inputs)}")
         self.emit.let_go(gone)
-        pairs = list(zip(step.outputs, code.given, strict=True))
-        run, failed = self.emit.refer("run", code.run), self.emit.refer("failed", code.failed)
-        with self.emit.block("try:"):
-            self.emit.unpack((node for node, is_given in pairs if is_given), f"{run}(args)")
-        self.emit.line(f"except Exception as error: {failed}(error); raise")
+        self.emit.unpack(step.outputs, f"{self.emit.refer('run', run)}(args)")
         self.emit.line("del args")
-        for node, is_given in pairs:
-            if not is_given:
-                self.emit.line(f"{self.emit.name(node)} = None")
 
     def _shorter(self, node: fx.Node) -> str | None:
         """What gives the same as a call of a node or a check, and is quicker."""
@@ -236,30 +244,25 @@ class GeneratedSource:
         check = self.emit.refer("check", RememberingCheck(node.target, node.args[1:]))
         return f"{check}({self.emit.expression(node.args[0])})"
 
-    def _accumulations(self, number: int) -> int:
-        """Consecutive accumulations; returns the number of the step after them."""
-        steps, dying = self._layout.schedule.steps, self._layout.schedule.dying
-        batch: list[int] = []
-        while number < len(steps):
-            step = steps[number]
+    def _accumulations(self, number: int, most: int | None = None) -> int:
+        """Consecutive accumulations, `most` of them; returns the number of the step after them."""
+        batch: list[fx.Node] = []
+        first = number
+        while number < len(self._steps) and len(batch) != most:
+            step = self._steps[number]
             if not isinstance(step, Accumulation) or (batch and step.node.args[2]):
                 break
-            batch.append(number)
+            batch.append(step.node)
             number += 1
             if step.node.args[2]:  # its hooks see the gradient
                 break
-        gone = list(dict.fromkeys(node for i in batch for node in dying[i]))
-        accumulations = [step.node for step in steps[batch[0] : number] if isinstance(step, Accumulation)]
-        variables: list[fx.Node] = [node.args[0] for node in accumulations]  # type: ignore[misc]
-        grads: list[fx.Node] = [node.args[1] for node in accumulations]  # type: ignore[misc]
+        gone = list(dict.fromkeys(node for i in range(first, number) for node in self._dying[i]))
+        variables: list[fx.Node] = [node.args[0] for node in batch]  # type: ignore[misc]
+        grads: list[fx.Node] = [node.args[1] for node in batch]  # type: ignore[misc]
         self.emit.line(f"grads = {self.emit.listed(grads)}")
         self.emit.let_go(node for node in gone if node in grads)
         if len(batch) == 1:
-            kept = (
-                bool(accumulations[0].args[2])
-                and grads[0] not in gone
-                and is_only_for_post_hooks(accumulations[0])
-            )
+            kept = bool(batch[0].args[2]) and grads[0] not in gone and _is_only_for_post_hooks(batch[0])
             self.emit.line(f"accumulate_one({self.emit.name(variables[0])}, grads, {kept})")
         else:
             accumulator = self.emit.refer("accumulate", Accumulator())
@@ -267,12 +270,11 @@ class GeneratedSource:
         self.emit.let_go(node for node in gone if node not in grads)
         return number
 
-    def _opaque(self, number: int) -> int:
-        step, dying = self._layout.schedule.steps[number], self._layout.schedule.dying[number]
-        assert isinstance(step, OpaqueCall)
-        self._leave_if_changed(number)
+    def _opaque(self, number: int, step: OpaqueCall) -> None:
+        dying = self._dying[number]
         self.emit.line(f"backward.node_call = {call_of(step.node).node_call}")
         self.emit.line(f"args = {self.emit.expression(list(step.node.args))}")
+        self._if_changed(number, "args = mark_modified(args, {})")
         made = [step.node, *step.projections]
         self.emit.let_go(node for node in dying if node not in made)
         self.emit.line(f"result = user.call({self.emit.refer('call', step.node.target)}, args)")
@@ -283,14 +285,18 @@ class GeneratedSource:
         if step.node not in dying:
             self.emit.line(f"{self.emit.name(step.node)} = result")
         self.emit.line("del result")
-        self.emit.line(f"if changes or user.has_changed_modes(): return {number + 1}, locals()")
-        return number + 1
+
+
+def _nodes_of(step: PlanStep) -> Sequence[fx.Node]:
+    return step.nodes if isinstance(step, Segment) else (step.node,)
 
 
 def _returns_what_it_is_given(node: fx.Node) -> bool:
     """Whether the call is the backward of an alias, or checks its results as its gradients were checked."""
     if call_of(node).kind is not CallKind.VALIDATE:
         return is_alias(node)
+    if not isinstance(node.target, OutputCheck):
+        return False
     results, asked = node.args[:2]
     return all(_is_checked(*pair) for pair in zip(results, asked, strict=True))  # type: ignore[arg-type]
 
@@ -307,7 +313,7 @@ def _is_checked(result: Any, asked: Any) -> bool:
     return bool(last.args[1][place] == asked)
 
 
-def is_only_for_post_hooks(accumulation: fx.Node) -> bool:
+def _is_only_for_post_hooks(accumulation: fx.Node) -> bool:
     """Whether the plan keeps the gradient for nothing but the post hooks of this AccumulateGrad node."""
     grad = accumulation.args[1]
     assert isinstance(grad, fx.Node)

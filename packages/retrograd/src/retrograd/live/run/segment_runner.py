@@ -8,24 +8,18 @@ fails, a segment is interpreted: by generated code, or call by call where someth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd._torch.fx import random_devices
 from retrograd._torch.log import profiling
 from retrograd._torch.state import (
-    KeptModes,
-    ModesKept,
-    ThreadModes,
     generator_states,
     restore_generator_states,
     why_interpreted_now,
-    without_torch_functions,
 )
-from retrograd.backends.background import is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import graphed
@@ -36,6 +30,8 @@ from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
 from retrograd.process import Recent
 from retrograd.report import INTERPRETED, LoweringReport, PlanLog
+
+_NOTHING = nullcontext()
 
 
 class SegmentRunner:
@@ -51,49 +47,18 @@ class SegmentRunner:
         self._graphed: dict[Lowered, Boxed] = {}
         self._told: set[str] = set()
         self._postponed = ("", 0)
+        #: the code that ran last, of plain tensors.
+        self.ran: Lowered | None = None
 
     def postpone(self, because: str, runs: int = 1) -> None:
         """Interpret the next `runs`, if nothing is compiled yet and something will be."""
         if not self.lowerer.lowered and not self.is_interpreted:
             self._postponed = because, runs
 
-    # for plans that are specialised
-
     @property
     def is_interpreted(self) -> bool:
         """Whether it will never be lowered (again)."""
         return self.lowerer.interpret_because is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is interpreted for the time being, and will have code."""
-        coming = [lowered.later for lowered in self.lowerer.lowered if lowered.later is not None]
-        return self._postponed[1] > 0 or not all(map(is_taken, coming))
-
-    @without_torch_functions
-    def direct_code(self, args: list[Any]) -> Lowered | None:
-        """What `run` would run for these values, if nothing has to be decided when it runs but its guards;
-        `args` stays as it is."""
-        if self.is_waiting or torch.get_deterministic_debug_mode() or why_interpreted_now(args) is not None:
-            return None
-        modes = ThreadModes.now()
-        for lowered in self.lowerer.lowered:
-            # Plain tensors go in and out, and the code is there and proven.
-            is_direct = lowered.border is None and lowered.later is None and lowered.has_run
-            if is_direct and lowered.modes == modes and lowered.guard.check(args):
-                return lowered
-        return None
-
-    def failed(self, error: Exception) -> None:
-        """Code that had worked has raised `error`: the next backward interprets the segment."""
-        counters["run_failures"] += 1
-        if not isinstance(error, torch.OutOfMemoryError):
-            because = f"its code failed: {first_line(error)}"
-            place = f"segment {self.fn.number} of this backward"
-            error.add_note(f"{place} is interpreted from now on: {because}")
-            self.lowerer.stop(because)
-
-    # run
 
     def run(self, args: list[Any]) -> Sequence[Any]:
         """The function's outputs; `args` is emptied."""
@@ -103,10 +68,10 @@ class SegmentRunner:
         if found is None or not self.lowerer.has_code(found[0]):
             return self.fn.interpreted(args)
         lowered, flat = found
-        if torch.get_deterministic_debug_mode() and not lowered.is_deterministic:
+        if lowered.modes.deterministic and not lowered.is_deterministic:
             # Eager may have to raise. Where it warns (mode 1), it does so each time.
             results = self.fn.interpreted(args)
-            lowered.is_deterministic = torch.get_deterministic_debug_mode() != 1
+            lowered.is_deterministic = lowered.modes.deterministic != 1
             return results
         return self._execute(lowered, args, flat)
 
@@ -124,15 +89,14 @@ class SegmentRunner:
     def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
         """Run compiled code. In its first run its inputs are held, so that a failure only costs the
         compilation. Later they are freed as it goes on, and a failure can only be reported."""
-        held = None if lowered.has_run else list(args)
-        generators = {} if held is None else generator_states(random_devices(lowered.graph))
+        self.ran = lowered if lowered.has_run and lowered.border is None else None
+        if lowered.has_run:
+            with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else _NOTHING:
+                return self.run_code(lowered, args, flat, self.code_of(lowered))
+        held, generators = list(args), generator_states(random_devices(lowered.graph))
         try:
-            with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else nullcontext():
-                results = lowered(args, flat, self.code_of(lowered))
+            results = lowered(args, flat, self.code_of(lowered))
         except Exception as error:
-            if held is None:
-                self.failed(error)
-                raise
             counters["run_failures"] += 1
             # Holding the inputs takes memory: without that the code may have what it needs.
             lowered.has_run = isinstance(error, torch.OutOfMemoryError)
@@ -142,6 +106,19 @@ class SegmentRunner:
             return self.fn.interpreted(held)
         lowered.has_run = True
         return results
+
+    def run_code(self, lowered: Lowered, args: list[Any], flat: list[Any], code: Boxed) -> Sequence[Any]:
+        """Run code that has worked; if it fails, the next backward interprets the segment."""
+        try:
+            return lowered(args, flat, code)
+        except Exception as error:
+            counters["run_failures"] += 1
+            if not isinstance(error, torch.OutOfMemoryError):
+                because = f"its code failed: {first_line(error)}"
+                place = f"segment {self.fn.number} of this backward"
+                error.add_note(f"{place} is interpreted from now on: {because}")
+                self.lowerer.stop(because)
+            raise
 
     def code_of(self, lowered: Lowered) -> Boxed:
         """The code, recorded as a CUDA graph if that is wanted. The recording is for this place alone:
@@ -189,23 +166,3 @@ def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
     if segment.interpret_because:
         return segment.interpret_because
     return None if segment.worth_compiling else "nothing in it is worth compiling"
-
-
-class LeakedModes:
-    """Modes that user code left switched, for what remains of its node call.
-
-    Eager puts the thread's modes back between nodes, not between the hooks of a node and the node itself:
-    after a pre hook that leaves grad mode on, the gradients of its own node have a history, those of the next
-    node do not.
-    """
-
-    def __init__(self, node: fx.Node, modes: KeptModes) -> None:
-        self._node_call, self._modes = call_of(node).node_call, modes
-
-    def reach(self, segment: Segment) -> bool:
-        """Whether a call of `segment` belongs to the same node."""
-        return any(call_of(node).node_call == self._node_call for node in segment.nodes)
-
-    def around(self, node: fx.Node) -> AbstractContextManager[Any]:
-        """The modes in which `node` runs: these if it belongs to the same node, else as they are."""
-        return ModesKept(self._modes) if call_of(node).node_call == self._node_call else nullcontext()
