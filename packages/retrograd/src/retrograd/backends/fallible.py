@@ -20,7 +20,8 @@ from retrograd._torch.fx import has_effect, only_draws, random_devices
 from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, InductorBackend
-from retrograd.report import MOST_FAILURES, tell, why_failed
+from retrograd.policy import MOST_FAILURES, WATCHED_RUNS
+from retrograd.report import tell, why_failed
 
 
 def compile_fallible(
@@ -45,10 +46,6 @@ def compile_fallible(
     code = backend.compile(gm, example_inputs, half)
     is_foreign = not isinstance(backend, InductorBackend)
     return _FallibleCode(backend.name, code, own, draws, is_foreign, int(is_proven))
-
-
-#: how many runs of Inductor's code are watched: to watch costs time, and what has run so often is proven.
-WATCHED_RUNS = 8
 
 
 class _FallibleCode:

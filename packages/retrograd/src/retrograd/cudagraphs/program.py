@@ -14,14 +14,8 @@ import torch
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd.cudagraphs.pool import Pool
+from retrograd.policy import MOST_DONATING, MOST_TIDIED, PATIENCE, QUIET
 from retrograd.process import ForkSafeLock
-
-#: so many pools of a stream have memory that is given away. What is recorded while that is in use in all of
-#: them lies in one more, where nothing is.
-MOST_DONATING = 2
-#: all is recorded once more when a program has come round so often with few new recordings, and in so many
-#: rounds from then on, as soon as nobody holds results; at most so many times, unless the program grows.
-QUIET, PATIENCE, MOST_TIDIED = 2, 4, 2
 
 
 class Recordable(Protocol):
