@@ -42,7 +42,7 @@ class WholeLater:
     ) -> None:
         self._run, self._calls, self._lock = parts, 0, ForkSafeLock()
         #: what follows a call, the last one first: its number at the earliest, and a function of its results.
-        self._besides: list[tuple[int, Callable[[Sequence[Any]], None]]] = [
+        self._besides: list[tuple[int, Callable[[Sequence[Any]], object]]] = [
             (calls, lambda results: self._change(finish, results)),
             (max(1, calls // WHOLE_BEGINS), lambda results: begin()),
         ]
