@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -36,6 +35,8 @@ from retrograd.version import VERSION
 
 #: the first file of an archive: of what the code in it was made.
 MANIFEST = "retrograd-cache.json"
+#: how often its own size an archive may hold: a small file must not fill the disk.
+MOST_UNPACKED = 200
 #: what the folders of the cache hold; the others hold generated code.
 _KINDS = {
     "fxgraph": "compiled graphs",
@@ -74,7 +75,7 @@ def info(folder: Path) -> str:
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write the files of the folder to `archive`, a gzipped tar file with a `seal`; returns their number.
+    """Write the files of the folder to `archive`, a gzipped tar file; returns their number.
 
     Raises:
         OSError: something cannot be read or written. `archive` is as it was then.
@@ -82,34 +83,19 @@ def pack(folder: Path, archive: Path) -> int:
     if archive.is_dir() or not archive.absolute().parent.is_dir():
         raise OSError(f"{archive} is a folder, or in none: name a file that can be written")
     paths = list(_finished(folder))
-    with replacing(archive) as to:
-        with tarfile.open(fileobj=to, mode="w:gz") as tar:
-            said = json.dumps(made_of()).encode()
-            entry = tarfile.TarInfo(MANIFEST)
-            entry.size = len(said)
-            tar.addfile(entry, io.BytesIO(said))
-            for path in paths:
-                tar.add(path, str(path.relative_to(folder)), recursive=False)
-        to.write(seal(to, to.tell()))
+    with replacing(archive) as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
+        said = json.dumps(made_of()).encode()
+        entry = tarfile.TarInfo(MANIFEST)
+        entry.size = len(said)
+        tar.addfile(entry, io.BytesIO(said))
+        for path in paths:
+            tar.add(path, str(path.relative_to(folder)), recursive=False)
     return len(paths)
 
 
-def seal(file: BinaryIO, size: int) -> bytes:
-    """The last bytes of an archive: a hash of the first `size`, in a gzip member that tar skips."""
-    found = hashlib.sha256()
-    file.seek(0)
-    while (left := size - file.tell()) > 0 and (chunk := file.read(min(left, _CHUNK))):
-        found.update(chunk)
-    return gzip.compress(found.hexdigest().encode(), compresslevel=0, mtime=0)
-
-
-#: bytes that are read at a time; bytes of a seal; and how often its own size an archive may hold.
-_CHUNK, _SEAL, _MOST = 2**20, len(gzip.compress(b"0" * 64, compresslevel=0, mtime=0)), 200
-
-
 def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
-    """Put the files of `archive` into the folder; what is there already stays. All of it is examined
-    before anything is put there.
+    """Put the files of `archive` into the folder; what is there already stays. All of it is examined, and
+    compared with the checksum that gzip writes, before anything is put there.
 
     Returns:
         How many files are new, and what the archive's `made_of` was.
@@ -118,18 +104,13 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
         OSError: something cannot be read or written.
         tarfile.TarError: it is damaged, is no archive of a cache, or holds something that is no file in it.
     """
-    size = archive.stat().st_size - _SEAL
-    with archive.open("rb") as data:
-        if size <= 0 or seal(data, size) != data.read():
-            raise tarfile.TarError(
-                f"{archive} is damaged, or another release's `retrograd cache pack` made it: pack it again"
-            )
+    most = archive.stat().st_size * MOST_UNPACKED
     with tempfile.TemporaryDirectory(dir=folder) as apart:
         with tempfile.TemporaryFile(dir=apart) as plain:
-            _decompress(archive, plain, size * _MOST)
+            _decompress(archive, plain, most)
             with tarfile.open(fileobj=plain, mode="r:") as tar:
                 origin = _manifest(tar)
-                _extract(tar, apart, size * _MOST)
+                _extract(tar, apart, most)
         new = [path for path in _finished(Path(apart)) if not (folder / path.relative_to(apart)).exists()]
         for path in new:
             target = folder / path.relative_to(apart)
@@ -140,10 +121,10 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
 
 def _decompress(archive: Path, to: BinaryIO, most: int) -> None:
     with gzip.open(archive) as packed:
-        while chunk := packed.read(_CHUNK):
+        while chunk := packed.read(2**20):
             to.write(chunk)
             if to.tell() > most:
-                raise tarfile.TarError(f"{archive} holds more than {_MOST} times its size")
+                raise tarfile.TarError(f"{archive} holds more than {MOST_UNPACKED} times its size")
     to.seek(0)
 
 
@@ -160,7 +141,7 @@ def _manifest(tar: tarfile.TarFile) -> dict[str, str]:
 def _extract(tar: tarfile.TarFile, folder: str, most: int) -> None:
     members = tar.getmembers()[1:]
     if sum(member.size for member in members) > most:
-        raise tarfile.TarError(f"its files have more than {_MOST} times its size")
+        raise tarfile.TarError(f"its files have more than {MOST_UNPACKED} times its size")
     for member in members:
         if not member.isfile() or Path(member.name).is_absolute():
             raise tarfile.TarError(f"{member.name!r} is no plain file in its folder")

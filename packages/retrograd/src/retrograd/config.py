@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from retrograd.errors import OptionError
+from retrograd.policy import CALLS_IN_PARTS, FEWEST_COPIES, SMALLEST_REPEAT
 
 if TYPE_CHECKING:
     import torch
@@ -26,18 +27,6 @@ PARTITIONERS = ("min_cut", "recompute_all", "save_all")
 
 #: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
 Policy = str | Callable[..., Any]
-
-#: the smallest repeated part that is compiled once, in autograd nodes. Below that, the extra call costs more
-#: than the saved compilation.
-_SMALLEST_REPEAT = 16
-
-#: the fewest copies of a repeated part. Two or three are compiled just as quickly in one piece.
-_FEWEST_COPIES = 4
-
-
-#: calls before the code of a whole graph takes the place of code in parts. Another process has compiled it by
-#: then, even where a call takes few milliseconds.
-_CALLS_IN_PARTS = 2_000
 
 
 def _is_switch(value: Any) -> bool:
@@ -166,7 +155,7 @@ class Config:
     cache_size: int = 64
     opaque: Iterable[str] = frozenset()
     regions: bool | int = True
-    whole_after: int | None = _CALLS_IN_PARTS
+    whole_after: int | None = CALLS_IN_PARTS
     single_region: bool = False
     background: bool = False
     cudagraphs: bool = False
@@ -194,12 +183,12 @@ class Config:
     @property
     def smallest_repeat(self) -> int:
         """The smallest repeated part that is compiled once, in autograd nodes; 0 if none is."""
-        return _SMALLEST_REPEAT if self.regions is True else int(self.regions)
+        return SMALLEST_REPEAT if self.regions is True else int(self.regions)
 
     @property
     def fewest_copies(self) -> int:
         """The fewest copies that such a part has."""
-        return _FEWEST_COPIES if self.regions is True else 2
+        return FEWEST_COPIES if self.regions is True else 2
 
     @property
     def patience(self) -> float | None:

@@ -36,15 +36,10 @@ from retrograd.graph.backward_graph import (
     readable,
     readable_schedule,
 )
+from retrograd.policy import KEPT_REPORTS
 from retrograd.process import ForkSafeLock, cached_property, forgotten_by_reset, restore_after_errors
 
 _lock = ForkSafeLock()
-
-#: how many backwards a report remembers, so that a long process does not grow without end.
-KEPT = 200
-
-#: how often code may fail where eager does not, before it is given up.
-MOST_FAILURES = 2
 
 
 #: how a segment runs that has no code.
@@ -160,15 +155,15 @@ class Report:
     """What was captured, what ran as eager runs it, and why.
 
     Attributes:
-        backwards: one entry for each structure and order that the live path captured; the last `KEPT`.
-        graphs: one entry for each graph that was compiled ahead of time; the last `KEPT`.
+        backwards: one entry for each structure and order that the live path captured; the last ones.
+        graphs: one entry for each graph that was compiled ahead of time; the last ones.
         fallbacks: for each reason, how often something ran as eager runs it.
         notes: what was compiled, or runs, in another way than the user asked for.
         above: a larger report, to which everything is passed on.
     """
 
-    backwards: deque[BackwardReport] = field(default_factory=lambda: deque(maxlen=KEPT))
-    graphs: deque[GraphReport] = field(default_factory=lambda: deque(maxlen=KEPT))
+    backwards: deque[BackwardReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
+    graphs: deque[GraphReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     notes: dict[Reason, None] = field(default_factory=dict)
     above: Report | None = field(default=None, repr=False)

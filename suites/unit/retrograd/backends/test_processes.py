@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
-from retrograd._torch.fx import lazy_graph
 from retrograd._torch.inductor import portable_settings
 from retrograd._torch.trace import new_fake_mode
 from retrograd.backends import processes
-from retrograd.backends.base import Half
+from retrograd.backends.base import Answer, Half
 from retrograd.backends.registry import InductorBackend
-from retrograd.errors import Refusal
 from retrograd.events import counters
 from retrograd.serialize import Reader, Writer
 
@@ -66,20 +65,21 @@ def graph_of(fn: Callable[..., Any], *sizes: int) -> tuple[torch.fx.GraphModule,
     return gm, [fake]
 
 
-def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: Half = FORWARD) -> None:
-    """Announce the graph, and wait until the process has begun with it."""
+def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: Half = FORWARD) -> Answer | None:
+    """Have a process begin with the graph, and wait until it has."""
     processes.start()
-    BACKEND.announce(gm, inputs, half)
-    (future,) = processes._now._futures.values()
+    answer = BACKEND.begin(gm, inputs, half)
     until = time.monotonic() + 120
-    while not (future.running() or future.done()):
+    while answer is not None and not (answer.running() or answer.done()):
         assert time.monotonic() < until, "the process does not begin"
         time.sleep(0.01)
+    return answer
 
 
-def check(fn: Callable[..., Any], gm: torch.fx.GraphModule, inputs: list[Any]) -> None:
-    """Compile it here, and compare."""
+def check(fn: Callable[..., Any], gm: torch.fx.GraphModule, inputs: list[Any], answer: Answer | None) -> None:
+    """Compile it here, once the process is done that has begun with it, and compare."""
     x = torch.randn(inputs[0].shape)
+    processes.is_done(answer, once_begun=True)
     (got,) = BACKEND.compile(gm, inputs, FORWARD)([x])
     assert torch.allclose(got, fn(x))
 
@@ -89,8 +89,7 @@ def test_code_that_another_process_made_is_found() -> None:
         return x.sin() * 3
 
     gm, inputs = graph_of(fn, 4, 6)
-    begun(gm, inputs)
-    check(fn, gm, inputs)
+    check(fn, gm, inputs, begun(gm, inputs))
     assert counters["compiled_elsewhere"] == 1
     assert stock_counters["inductor"]["fxgraph_cache_hit"] == 1
     assert stock_counters["inductor"]["fxgraph_cache_miss"] == 0
@@ -98,14 +97,9 @@ def test_code_that_another_process_made_is_found() -> None:
 
 def test_a_graph_that_no_process_has_begun_with_is_compiled_here() -> None:
     gm, inputs = graph_of(torch.cos, 5)
-    processes.start()
-    now = processes._now
-    job = processes.job_of(gm, inputs, FORWARD, {})
-    now._futures[job] = Future()
-    check(torch.cos, gm, inputs)
+    check(torch.cos, gm, inputs, Answer())
     assert counters["compiled_elsewhere"] == 0
     assert stock_counters["inductor"]["fxgraph_cache_miss"] == 1
-    assert not now._futures
 
 
 @contextmanager
@@ -121,29 +115,27 @@ def an_operator_of_this_function(name: str) -> Iterator[Callable[..., Any]]:
 def test_what_the_other_process_cannot_compile_is_compiled_here() -> None:
     with an_operator_of_this_function("twice") as twice:
         gm, inputs = graph_of(twice, 3, 2)
-        begun(gm, inputs)
-        check(twice, gm, inputs)
+        check(twice, gm, inputs, begun(gm, inputs))
     assert counters["compiled_elsewhere"] == 0
 
 
-def test_what_could_not_be_compiled_elsewhere_keeps_nothing_of_who_has_waited() -> None:
+def test_what_could_not_be_compiled_elsewhere_keeps_nothing_of_who_has_waited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "retrograd.aot")
     processes.start()
     with an_operator_of_this_function("twice_again") as twice:
-        elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(twice, 3, 5)[0]), FORWARD)
-        elsewhere.begin()
+        answer = BACKEND.begin(*graph_of(twice, 3, 5), FORWARD)
         kept: list[weakref.ref[torch.Tensor]] = []
 
-        def wait() -> str:
+        def wait() -> bool:
             held = torch.ones(3)
             kept.append(weakref.ref(held))
-            try:
-                elsewhere.wait()
-            except Refusal as refusal:
-                return str(refusal)
-            return "nothing"
+            return processes.is_done(answer)
 
-        assert "retrograd_test::twice_again.default is not registered" in wait()
-        assert kept[0]() is None  # while `elsewhere` still knows why
+        assert not wait()
+        assert "retrograd_test::twice_again.default is not registered" in said(caplog)
+        assert kept[0]() is None  # while `answer` still knows why
 
 
 #: modules that define an operator ``OPERATOR``, which doubles a tensor.
@@ -187,8 +179,7 @@ def test_modules_are_imported_there_that_define_operators(
         importlib.import_module(f"defines_{operator}")
         double = getattr(torch.ops.retrograd_test, operator)
         gm, inputs = graph_of(double, 2, 3)
-        begun(gm, inputs)
-        check(double, gm, inputs)
+        check(double, gm, inputs, begun(gm, inputs))
         assert counters["compiled_elsewhere"] == number + 1, how
     processes.stop()
 
@@ -206,31 +197,26 @@ def test_symbolic_sizes_are_not_sent() -> None:
     gm = make_fx(lambda x: (x.sin(),), tracing_mode="symbolic")(torch.randn(7, 3))
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     processes.start()
-    BACKEND.announce(gm, inputs, FORWARD)
-    assert not processes._now._futures
+    assert BACKEND.begin(gm, inputs, FORWARD) is None
 
 
 @pytest.mark.parametrize("name", processes.MEASURING)
 def test_nothing_is_measured_beside_other_work(name: str) -> None:
     assert name in torch._inductor.config.save_config_portable()
     processes.start()
-    InductorBackend({name: True}).announce(*graph_of(torch.sin, 3), FORWARD)
-    assert not processes._now._futures
+    assert InductorBackend({name: True}).begin(*graph_of(torch.sin, 3), FORWARD) is None
     processes.stop()
     with torch._inductor.config.patch({name: True}):
         processes.start()
-        BACKEND.announce(*graph_of(torch.sin, 3), FORWARD)
-        assert not processes._now._futures
+        assert BACKEND.begin(*graph_of(torch.sin, 3), FORWARD) is None
 
 
 def test_a_process_that_dies_is_no_error_and_another_is_started() -> None:
     gm, inputs = graph_of(torch.tanh, 9)
     processes.start()
     before = processes._now
-    before._process.send_signal(9)
-    before.stop()
-    BACKEND.announce(gm, inputs, FORWARD)
-    check(torch.tanh, gm, inputs)
+    os.killpg(before._process.pid, signal.SIGKILL)
+    check(torch.tanh, gm, inputs, BACKEND.begin(gm, inputs, FORWARD))
     assert counters["compiled_elsewhere"] == 0
     until = time.monotonic() + 60
     while before.is_usable:
@@ -244,14 +230,7 @@ def test_a_process_with_other_settings_does_not_work() -> None:
     gm, inputs = graph_of(torch.exp, 8)
     torch.use_deterministic_algorithms(True)  # is not among what is set there
     try:
-        processes.start()
-        now = processes._now
-        BACKEND.announce(gm, inputs, FORWARD)
-        until = time.monotonic() + 120
-        while now.is_usable:
-            assert time.monotonic() < until, "it did not refuse"
-            time.sleep(0.01)
-        check(torch.exp, gm, inputs)
+        check(torch.exp, gm, inputs, begun(gm, inputs))
     finally:
         torch.use_deterministic_algorithms(False)
     assert counters["compiled_elsewhere"] == 0
@@ -295,8 +274,7 @@ def test_a_machine_that_starts_no_process_compiles_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes, "Pipe", refuse)
     processes.start()
     gm, inputs = graph_of(torch.sigmoid, 4)
-    BACKEND.announce(gm, inputs, FORWARD)
-    check(torch.sigmoid, gm, inputs)
+    check(torch.sigmoid, gm, inputs, BACKEND.begin(gm, inputs, FORWARD))
     assert processes._now is None
 
 
@@ -393,51 +371,48 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_what_was_done_elsewhere_is_known_when_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "IDLE", 0.2)
-    processes.stop()
-    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.erf, 7)[0]), FORWARD)
-    elsewhere.begin()
+    answer = begun(*graph_of(torch.erf, 7))
     now, until = processes._now, time.monotonic() + 120
     while now.is_usable:
         assert time.monotonic() < until, "it did not end"
         time.sleep(0.01)
-    elsewhere.wait()
+    assert processes.is_done(answer)
     assert counters["compiled_elsewhere"] == 1
+    processes.start()
+    assert processes._now is not now
+
+
+def test_processes_do_not_end_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "IDLE", 0)
     processes.stop()
+    processes.start()
+    answers = [BACKEND.begin(*graph_of(torch.lgamma, size), FORWARD) for size in (7, 8, 9)]
+    assert all(map(processes.is_done, answers))
 
 
 def test_nobody_waits_for_a_process_that_was_ended() -> None:
     processes.start()
-    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.erfc, 7)[0]), FORWARD)
-    with processes._changing:  # so that no thread has begun
-        elsewhere.begin()
+    with processes._changing:
+        answers = [BACKEND.begin(*graph_of(torch.erfc, size), FORWARD) for size in (7, 8)]
         processes.stop()
-    with pytest.raises((EOFError, OSError, CancelledError)):
-        elsewhere.wait()
+    assert not any(map(processes.is_done, answers))
     assert counters["compiled_elsewhere"] == 0
 
 
 def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
-    elsewhere = BACKEND.elsewhere(lazy_graph(graph_of(torch.log1p, 7)[0]), FORWARD)
-    elsewhere.begin()
+    processes.start()
+    answer = BACKEND.begin(*graph_of(torch.log1p, 7), FORWARD)
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-
-    def wait() -> None:
-        try:
-            elsewhere.wait()
-        except Exception as error:
-            theirs.send(str(error))
-
-    child = fork.Process(target=wait)
+    child = fork.Process(target=lambda: theirs.send(processes.is_done(answer)))
     child.start()
     assert ours.poll(60), "the child is stuck"
-    said = ours.recv()  # where the parent has used a GPU, torch says that the child cannot
-    assert "in the process that has forked this one" in said or "in forked subprocess" in said
+    assert not ours.recv()
     child.join()
-    elsewhere.wait()
+    assert processes.is_done(answer)
     assert counters["compiled_elsewhere"] == 1
 
 
 def test_the_whole_is_not_compiled_elsewhere_without_a_cache_on_disk() -> None:
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert BACKEND.elsewhere(lazy_graph(graph_of(torch.sin, 3)[0]), FORWARD) is None
+        assert BACKEND.settings_elsewhere() is None

@@ -16,7 +16,7 @@ from retrograd.backends.whole import WholeLater
 from retrograd.events import counters
 
 Code = Callable[[list[Any]], Sequence[Any]]
-ORDER = ["begin", "wait", "compile"]
+ORDER = ["begin", "finish"]
 
 
 def parts(args: list[Any]) -> Sequence[Any]:
@@ -40,7 +40,7 @@ class Elsewhere:
         self.fails, self.calls, self.asked = fails, 0, list[tuple[str, int]]()
 
     def code(self, calls: int) -> Code:
-        later = WholeLater(parts, calls, self, self.compile)
+        later = WholeLater(parts, calls, self.begin, self.finish)
 
         def run(args: list[Any]) -> Sequence[Any]:
             self.calls += 1
@@ -51,11 +51,8 @@ class Elsewhere:
     def begin(self) -> None:
         self._note("begin")
 
-    def wait(self) -> None:
-        self._note("wait")
-
-    def compile(self) -> Code:
-        self._note("compile")
+    def finish(self) -> Code:
+        self._note("finish")
         return whole
 
     def _note(self, what: str) -> None:
@@ -75,7 +72,7 @@ def test_the_whole_comes_after_a_fixed_number_of_calls(calls: int, begun: int) -
     counters.clear()
     elsewhere = Elsewhere()
     assert added(elsewhere.code(calls), calls + 3) == [1] * calls + [2] * 3
-    assert elsewhere.asked == [("begin", begun), ("wait", calls), ("compile", calls)]
+    assert elsewhere.asked == [("begin", begun), ("finish", calls)]
     assert counters["whole_graphs"] == 1
 
 
@@ -99,7 +96,7 @@ def test_parts_remain_where_one_of_them_raises(fails: str) -> None:
 
 def test_what_compiles_is_freed_after_the_change() -> None:
     elsewhere = Elsewhere()
-    later, alive = WholeLater(parts, 2, elsewhere, elsewhere.compile), weakref.ref(elsewhere)
+    later, alive = WholeLater(parts, 2, elsewhere.begin, elsewhere.finish), weakref.ref(elsewhere)
     del elsewhere
     gc.collect()
     assert alive() is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import retrograd
+from retrograd import policy
 from retrograd.backends.registry import AtenBackend
 from retrograd.live.session import Session
 from retrograd.specialize import pace
@@ -82,7 +83,7 @@ def test_what_was_asked_for_is_not_measured(timed: None, backend: str, strict: b
     assert retrograd.counters["runs"] == 120
 
 
-@pytest.mark.parametrize(("short", "is_measured"), [(pace.SHORT, False), (pace.SHORT_STEP, True)])
+@pytest.mark.parametrize(("short", "is_measured"), [(policy.SHORT, False), (policy.SHORT_STEP, True)])
 def test_a_step_of_a_tenth_of_a_second_is_measured_and_such_a_backward_is_not(
     short: float, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +146,7 @@ def paced(
 def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     compiled: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, runs = paced(pace.SHORT_STEP, monkeypatch, compiled, 0.05)
+    measured, runs = paced(policy.SHORT_STEP, monkeypatch, compiled, 0.05)
     assert measured.aside is None
     assert all(runs[-20:])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -332,28 +331,6 @@ def test_thousands_of_calls_are_searched_once() -> None:
     assert counts[1][0] == 2 * counts[0][0]
 
 
-def masked(x: torch.Tensor, lengths: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Layers of attention without values, that all leave out what is behind the end of a row."""
-    places = torch.arange(x.shape[1])
-    mask = (places < lengths[:, None])[:, None, :].expand(-1, x.shape[1], -1)
-    for w in weights:
-        scores = (x @ w) @ x.transpose(1, 2)
-        x = scores.masked_fill(mask.logical_not(), -9.0).softmax(-1) @ x
-    return (x,)
-
-
-def test_a_mask_is_made_again_in_each_layer() -> None:
-    gm, _ = traced(masked, torch.ones(3, 32, 4), torch.tensor([32, 4, 9]), *square(5))
-    parts = divided(gm.graph, 4, 1)
-    (key, count), *_ = Counter(part.key for part in parts).most_common()
-    layers = [part for part in parts if part.key == key]
-    assert count > 2
-    assert [len(part.inputs) for part in layers] == [3] * count
-    sizes = {tuple(node.meta["val"].shape) for part in layers for node in part.inputs}
-    assert sizes == {(3, 32, 4), (4, 4), (3, 1, 32)}
-    agree(masked, torch.randn(3, 32, 4), torch.tensor([32, 4, 9]), *square(5), least=4)
-
-
 def test_what_was_computed_of_large_tensors_is_handed_over() -> None:
     def fn(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = x.sin()
@@ -364,15 +341,3 @@ def test_what_was_computed_of_large_tensors_is_handed_over() -> None:
     gm, _ = traced(fn, *square(6))
     parts = divided(gm.graph, 4, 1)
     assert all(str(node) != "sin" for part in parts[1:] for node in part.calls)
-
-
-def test_nothing_is_made_again_of_inputs_that_the_graph_writes() -> None:
-    def fn(x: torch.Tensor, lengths: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (y,) = masked(x, lengths, *weights)
-        lengths.copy_(lengths + 1)
-        return (y,)
-
-    gm, _ = traced(fn, torch.ones(3, 32, 4), torch.tensor([32, 4, 9]), *square(5))
-    parts = divided(gm.graph, 4, 1)
-    calls = [node for part in parts for node in part.calls]
-    assert len(calls) == len(set(calls))

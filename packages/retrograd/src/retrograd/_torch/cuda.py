@@ -101,9 +101,7 @@ class CudaRecorder:
 
     def stream(self, device: torch.device) -> int:
         """The current stream of `device`."""
-        if hasattr(torch._C, "_cuda_getCurrentRawStream"):
-            return int(torch._C._cuda_getCurrentRawStream(device.index))
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
 
     def wait_for_streams(self) -> None:
         """Have the current streams wait for all others that were seen: they may still read what a replay

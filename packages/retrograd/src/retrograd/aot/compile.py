@@ -23,7 +23,7 @@ from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import announce
+from retrograd.aot.run.lower_half import begin_elsewhere
 from retrograd.aot.run.record_half import lower_half
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.writes import writing_ahead
@@ -36,6 +36,7 @@ from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, Leaf, Partition, SavedKind
 from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
+from retrograd.policy import WORTH_PROCESSES
 from retrograd.report import GraphReport, Report, process_report
 from retrograd.specialize.guard import guard_as_traced
 
@@ -90,9 +91,9 @@ def compile_with(
         for number in range(len(partition.backwards))
     ]
     if keep is not None:
-        announce(ahead, partition.ahead, partition.joint.state, half, config)
+        begin_elsewhere(ahead, partition.ahead, partition.joint.state, half, config)
         for region in regions:
-            region.announce()
+            region.begin_elsewhere()
         keep.write(partition)
     # What it gives besides the function's own values may stay where it is.
     results = len(partition.ahead.summary.results)
@@ -256,8 +257,8 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     parts = None if kept is None else kept.read()
     is_known = parts is not None
     if parts is None:
-        calls = len(graph.graph.nodes) if graph is not None and kept is not None else 0
-        backend.prepare(calls)
+        is_large = graph is not None and len(graph.graph.nodes) >= WORTH_PROCESSES
+        backend.prepare(elsewhere=is_large and kept is not None)
         parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
         parts = writing_ahead(parts) if backend.takes_writes else parts
     code = compile_with(parts, config, report, lazy, None if is_known else kept)

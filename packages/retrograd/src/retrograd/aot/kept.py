@@ -38,12 +38,10 @@ from retrograd.config import Config
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.joint_graph import CaptureState, Partition
+from retrograd.policy import DEEP
 from retrograd.serialize import Writer
 
 _log = AOT_LOGS["cache"]
-
-#: modules of a model that takes longer to compile than processes to start.
-_DEEP = 50
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def expect(module: torch.nn.Module) -> None:
         is_new = not Path(cache_folder(), "retrograd").exists()
     except Refusal:
         return
-    if is_new and sum(1 for _ in module.modules()) >= _DEEP:
+    if is_new and sum(1 for _ in module.modules()) >= DEEP:
         processes.boot()
 
 

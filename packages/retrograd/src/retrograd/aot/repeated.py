@@ -45,7 +45,7 @@ from retrograd.errors import CaptureError, Refusal
 from retrograd.graph.joint import Gradient, PrimalKind, output_values
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOutput
 from retrograd.graph.structure import structure_of, token_of
-from retrograd.repeats.borders import boundary_costs, last_use
+from retrograd.repeats.borders import border_costs
 from retrograd.repeats.divide import find_repeats
 
 #: calls that a copy must have, and copies that there must be.
@@ -253,12 +253,8 @@ def _blocks(graph: fx.Graph) -> Iterator[_Block]:
     calls = [node for node in graph.nodes if not _is_given(node)]
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
         return
-    place = {node: i for i, node in enumerate(calls)}
     # There can be no border where grad mode or autocast are not as at the beginning.
-    uses: list[tuple[int, int, float | None]] = [(i, i + 1, None) for i in switched(calls)]
-    for i, node in enumerate(calls):
-        uses.append((i, last_use(node, place), _cost(_example(node))))
-    costs = boundary_costs(len(calls), [use for use in uses if use[1] > use[0]])
+    costs = border_costs(calls, lambda node: _cost(_example(node)), closed=switched(calls))
     for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
             yield _Block.of(calls[start : start + repeat.length])

@@ -6,9 +6,11 @@ example inputs. Out: a boxed callable, that is one that takes a list of inputs a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 
@@ -38,14 +40,18 @@ class Half:
 SEGMENT = Half()
 
 
-class Elsewhere(Protocol):
-    """A graph that somebody else may compile."""
+class Answer(Future[str | None]):
+    """What another process will say of a graph that it is to compile: why it could not, or None. An exception
+    would hold the frames of who waited for it, with their tensors, for as long as a thread knows of it."""
 
-    def begin(self) -> None:
-        """Have them begin; what it raises says why nobody does."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
 
-    def wait(self) -> None:
-        """Wait for them; what it raises says why there is nothing."""
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether the process was forked since: nobody will tell it."""
+        return self._process != os.getpid()
 
 
 class Backend:
@@ -66,19 +72,15 @@ class Backend:
     for_speed: bool = False
     takes_writes: bool = False
 
-    def prepare(self, calls: int = 0) -> None:
-        """Graphs may follow soon: begin what takes time. It is called often.
+    def prepare(self, *, elsewhere: bool = False) -> None:
+        """Graphs may follow soon, `elsewhere` for `begin` too: start what takes time. It is called often."""
 
-        Args:
-            calls: about how many `announce` may be told of.
-        """
+    def settings_elsewhere(self) -> Mapping[str, Any] | None:
+        """What code depends on besides its graph, if other processes can compile; None if they cannot."""
+        return None
 
-    def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
-        """`compile` will be called so, if nothing changes until then."""
-
-    def elsewhere(self, graph: LazyGraph, half: Half) -> Elsewhere | None:
-        """What can have others make what `compile` will find, if its settings do not change; None if nothing
-        can."""
+    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Answer | None:
+        """Have another process begin with what `compile` will be asked for; None if nobody does."""
         return None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -88,10 +90,6 @@ class Backend:
     def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
         """The backend for parts of `graph`: what it chooses by the whole of one, it chooses by that."""
         return self
-
-    def prepared_for_parts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        """`gm`, or a copy that computes the same, and of which parts are better code."""
-        return gm
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
         """Compile a traced segment, or half of a captured function."""

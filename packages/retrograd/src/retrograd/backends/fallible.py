@@ -8,6 +8,7 @@ of the first run is for the caller, who knows more ways out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
 from weakref import ref
@@ -20,7 +21,8 @@ from retrograd._torch.fx import has_effect, only_draws, random_devices
 from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, InductorBackend
-from retrograd.report import MOST_FAILURES, tell, why_failed
+from retrograd.policy import MOST_FAILURES, WATCHED_RUNS
+from retrograd.report import tell, why_failed
 
 
 def compile_fallible(
@@ -47,17 +49,14 @@ def compile_fallible(
     return _FallibleCode(backend.name, code, own, draws, is_foreign, int(is_proven))
 
 
-#: how many runs of Inductor's code are watched: to watch costs time, and what has run so often is proven.
-WATCHED_RUNS = 8
-
-
+@dataclass(eq=False)
 class _FallibleCode:
     """Code that may be replaced.
 
     Its inputs are not kept alive: code frees them as it goes on. What it has not freed before it raises is
     still there, in its frames.
 
-    Args:
+    Attributes:
         name: of the backend.
         run: the code.
         own: interprets the graph.
@@ -65,35 +64,32 @@ class _FallibleCode:
         is_foreign: whether the code is a user's. It may change its inputs, though the graph does not; all of
             its runs are watched.
         runs: how often it counts as having run.
+        failures: how often it has raised.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: Boxed,
-        own: Boxed,
-        draws: Sequence[torch.device],
-        is_foreign: bool,
-        runs: int = 0,
-    ) -> None:
-        self._name, self._run, self._own, self._draws, self._is_foreign = name, run, own, draws, is_foreign
-        self._runs, self._failures = runs, 0
+    name: str
+    run: Boxed
+    own: Boxed
+    draws: Sequence[torch.device]
+    is_foreign: bool
+    runs: int = 0
+    failures: int = 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it."""
-        if self._runs >= WATCHED_RUNS and not self._is_foreign:
-            self._own = self._run  # the graph is needed no more
-            return self._run(args)
-        if self._runs == 0:
-            results = self._run(args)
-            self._runs = 1
+        if self.runs >= WATCHED_RUNS and not self.is_foreign:
+            self.own = self.run  # the graph is needed no more
+            return self.run(args)
+        if self.runs == 0:
+            results = self.run(args)
+            self.runs = 1
             return results
-        self._runs += 1
+        self.runs += 1
         given = [ref(value) if isinstance(value, torch.Tensor) else value for value in args]
-        versions = versions_of(args) if self._is_foreign else None
-        generators = generator_states(self._draws)
+        versions = versions_of(args) if self.is_foreign else None
+        generators = generator_states(self.draws)
         try:
-            return self._run(args)
+            return self.run(args)
         except Exception as error:
             values = [one() if isinstance(one, ref) else one for one in given]
             if any(isinstance(one, ref) and one() is None for one in given):
@@ -107,12 +103,12 @@ class _FallibleCode:
     def _made_good(self, values: list[Any], error: Exception) -> Sequence[Any]:
         """The results of the graph itself; if that raises as well, `error` is the program's."""
         try:
-            results = self._own(values)
+            results = self.own(values)
         except Exception:
             raise error from None
-        self._failures += 1
-        if self._failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
-            self._run = self._own
-        reason = why_failed(f"the code of backend {self._name!r}", error, "backend")
+        self.failures += 1
+        if self.failures >= MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError):
+            self.run = self.own
+        reason = why_failed(f"the code of backend {self.name!r}", error, "backend")
         tell(reason, "a graph was interpreted")
         return results

@@ -19,10 +19,10 @@ from retrograd._torch.inductor import (
     decompositions,
     get_ready,
     patched,
-    with_seeds_at_once,
+    portable_settings,
 )
 from retrograd.backends import processes
-from retrograd.backends.base import SEGMENT, Backend, Boxed, Elsewhere, Half
+from retrograd.backends.base import SEGMENT, Answer, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError, first_line, name_of
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint import output_examples
@@ -53,10 +53,6 @@ class EagerBackend(AtenBackend):
     for_speed = False
 
 
-#: calls of a graph from which on other processes take part. Fewer are compiled before these have begun.
-_WORTH_PROCESSES = 100
-
-
 class InductorBackend(Backend):
     """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.
 
@@ -70,38 +66,31 @@ class InductorBackend(Backend):
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
 
-    def prepare(self, calls: int = 0) -> None:
+    def prepare(self, *, elsewhere: bool = False) -> None:
         get_ready()
-        if calls >= _WORTH_PROCESSES:
+        if elsewhere:
             processes.start()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):
             return decompositions()
 
-    def announce(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> None:
-        processes.announce(gm, example_inputs, half, self.settings)
-
-    def elsewhere(self, graph: LazyGraph, half: Half) -> Elsewhere | None:
-        if not processes.how_many():
-            return None
+    def settings_elsewhere(self) -> Mapping[str, Any] | None:
         try:
-            return processes.Elsewhere(graph, half, self.settings)
+            return portable_settings() if processes.how_many() else None
         except Exception as error:
             _log.info("no other process compiles the whole: %s", first_line(error))
             return None
+
+    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Answer | None:
+        return processes.begin(gm, example_inputs, half, self.settings)
 
     def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
         with patched(self.settings):
             chooses = chooses_layouts(graph, half.is_inference)
         return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
 
-    def prepared_for_parts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        with patched(self.settings):
-            return with_seeds_at_once(gm, example_inputs)
-
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
-        processes.wait_for(gm, example_inputs, half, self.settings)
         with patched(self.settings):
             return compile_graph(gm, example_inputs, **asdict(half))
 

@@ -1,6 +1,7 @@
 """After many calls, code of a whole graph in place of code in parts.
 
-In: code in parts, and who compiles the whole beside this process. Out: a boxed callable like both.
+In: code in parts, and functions that have another process begin with the whole, and that give its code.
+Out: a boxed callable like both.
 
 Parts make the first call quick. The whole makes later ones quick: its kernels are fused across the borders
 of parts, and it uses memory again that parts ask for anew. The results of the two may differ in last bits. So
@@ -18,16 +19,13 @@ import torch
 
 from retrograd._torch.fx import with_strides_of
 from retrograd._torch.state import are_modes_plain
-from retrograd.backends.base import Elsewhere
 from retrograd.errors import first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.emit import Boxed
+from retrograd.policy import WHOLE_BEGINS
 from retrograd.process import ForkSafeLock
 
 _log = AOT_LOGS["recompiles"]
-
-#: the whole is begun after this part of the calls that come before the change.
-_BEGINS = 10
 
 
 class WholeLater:
@@ -36,18 +34,17 @@ class WholeLater:
     Args:
         parts: the code.
         calls: how many calls it serves, at least 2.
-        elsewhere: who makes the code of the whole; parts remain where that raises.
-        compile_whole: gives that code, when it has been made.
+        begin, finish: have the code of the whole made, and give it. Parts remain where one of them raises.
     """
 
     def __init__(
-        self, parts: Boxed, calls: int, elsewhere: Elsewhere, compile_whole: Callable[[], Boxed]
+        self, parts: Boxed, calls: int, begin: Callable[[], object], finish: Callable[[], Boxed]
     ) -> None:
         self._run, self._calls, self._lock = parts, 0, ForkSafeLock()
         #: what follows a call, the last one first: its number at the earliest, and a function of its results.
-        self._besides: list[tuple[int, Callable[[Sequence[Any]], None]]] = [
-            (calls, lambda results: self._change(elsewhere, compile_whole, results)),
-            (max(1, calls // _BEGINS), lambda results: elsewhere.begin()),
+        self._besides: list[tuple[int, Callable[[Sequence[Any]], object]]] = [
+            (calls, lambda results: self._change(finish, results)),
+            (max(1, calls // WHOLE_BEGINS), lambda results: begin()),
         ]
         self._due: float = self._besides[-1][0]
 
@@ -77,11 +74,8 @@ class WholeLater:
             _log.info("parts remain: %s", first_line(error))
         self._due = self._besides[-1][0] if self._besides else math.inf
 
-    def _change(
-        self, elsewhere: Elsewhere, compile_whole: Callable[[], Boxed], results: Sequence[Any]
-    ) -> None:
+    def _change(self, finish: Callable[[], Boxed], results: Sequence[Any]) -> None:
         """Have the whole run from now on. Its results are laid out as `results` are: code that reads them was
         compiled for that."""
-        elsewhere.wait()
-        self._run = with_strides_of(compile_whole(), results)
+        self._run = with_strides_of(finish(), results)
         counters["whole_graphs"] += 1

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-#: how many calls without a recording are remembered.
-REMEMBERED = 4
+from retrograd.policy import REMEMBERED
 
 
 class AddressHistory:

@@ -30,18 +30,23 @@ from retrograd.cudagraphs.refusals import refusal
 from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
+from retrograd.policy import (
+    APART,
+    FIRST_REPLAYS,
+    MOST_AT_ONCE,
+    MOST_INVERSIONS,
+    MOST_LARGE,
+    MOST_RECORDINGS,
+    MOST_WAITS,
+    MUCH,
+    RARE,
+    TRIED,
+    WARM_UPS,
+)
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
-
-#: in so many replays it is looked whether what is copied comes from a recording by now.
-FIRST_REPLAYS = 8
-
-
-#: so often is a function recorded once more because others were recorded later and are called earlier. From
-#: the first number on, it and its backwards have a pool of their own; from the second on, it runs as it is.
-APART, MOST_INVERSIONS = 8, 16
 
 
 @dataclass(eq=False)
@@ -66,24 +71,6 @@ class SharedMemory:
         for place, of in results.items():
             if of in self.elsewhere:
                 inputs[place] = inputs[place].to(self.elsewhere[of])
-
-
-#: calls that run as they are before one is recorded: they compile, choose kernels and make workspaces.
-WARM_UPS = 2
-#: recordings that are held, the ones used last: of a function whose results take much memory, and of others.
-MOST_LARGE, MOST_RECORDINGS = 2, 4
-#: bytes. Less is copied, if it comes from elsewhere each time, whatever a recording holds: an optimizer's
-#: step gives no results, and reads a gradient for each parameter.
-MUCH = 2**26
-#: recordings that are made at once. Their inputs come from other recordings than those of the others: several
-#: layers share code. Or what all that fit have saved is held: the backward comes after several calls.
-MOST_AT_ONCE = 64
-#: so often does a function wait with its first recording because others run that are not warm: all that a
-#: program repeats is to be recorded in the order in which it runs.
-MOST_WAITS = 4
-#: if after so many recordings less than one of `RARE` calls was a replay, there are none any more. The calls
-#: between two recordings double each time: where inputs move, recording costs more than it saves.
-TRIED, RARE = 5, 4
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from retrograd._torch.fx import aliased_inputs, written_inputs
 from retrograd._torch.operators import custom_operators
 from retrograd._torch.tensor import storage_of
 from retrograd._torch.trace import bytes_of
-from retrograd.cudagraphs.graphed_call import HELD, MUCH, NOT_NOW, GraphedCall, Values, has_failed
+from retrograd.cudagraphs.graphed_call import HELD, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import (
     Sizes,
@@ -35,13 +35,8 @@ from retrograd.cudagraphs.refusals import (
 )
 from retrograd.errors import Reason
 from retrograd.graph.emit import Boxed
+from retrograd.policy import MOST_SETS, MOST_SIZES, MUCH
 from retrograd.report import process_report
-
-#: sets of parameters and sizes that are remembered, the ones met last.
-MOST_SETS = 256
-#: sets of sizes, for one set of parameters, that are recorded.
-MOST_SIZES = 16
-
 
 #: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
 Instead = Callable[[Sequence[Any]], Boxed | None]

@@ -15,11 +15,8 @@ import torch
 from retrograd._torch.tensor import is_only_here, placed_on, storage_of
 from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Results
+from retrograd.policy import FEW, GAPS, MANY
 
-#: where so many recordings are there, and were made for each of them, those that are gone have left gaps.
-MANY, GAPS = 8, 1.25
-#: one of so many recordings is made again now and then, because its inputs move.
-FEW = 32
 #: pools without recordings, of which somebody holds results.
 _lingering: set[Pool] = set()
 

@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from retrograd._torch.cuda import CudaRecorder
 from retrograd.cudagraphs.pool import Pool
+from retrograd.policy import MOST_DONATING, MOST_TIDIED, PATIENCE, QUIET
 from retrograd.process import ForkSafeLock
-
-#: so many pools of a stream have memory that is given away. What is recorded while that is in use in all of
-#: them lies in one more, where nothing is.
-MOST_DONATING = 2
-#: all is recorded once more when a program has come round so often with few new recordings, and in so many
-#: rounds from then on, as soon as nobody holds results; at most so many times, unless the program grows.
-QUIET, PATIENCE, MOST_TIDIED = 2, 4, 2
-
-
-class Recordable(Protocol):
-    """A call that may be recorded."""
-
-    def begin_again(self) -> None:
-        """Give up all recordings: others come in their place."""
 
 
 class Program:
@@ -47,12 +34,12 @@ class Program:
         self.recorder, self.replaying = recorder, ForkSafeLock()
         self.pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
         self.is_untidy = False
-        self._calls: weakref.WeakSet[Recordable] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         #: the call with which the program comes round; how often it has, and how often all began again.
-        self._first: weakref.ref[Recordable] | None = None
+        self._first: weakref.ref[Any] | None = None
         self._rounds = self._tidied = 0
 
-    def enter(self, call: Recordable) -> None:
+    def enter(self, call: object) -> None:
         """Take note of one more call."""
         with self.replaying:
             self._calls.add(call)
@@ -68,7 +55,7 @@ class Program:
         """Whether it has come round since it grew."""
         return self._rounds > 0
 
-    def runs(self, call: Recordable) -> None:
+    def runs(self, call: object) -> None:
         """A call runs. If recordings lie out of order, and nobody holds results, all calls begin again: what
         is recorded in the order of the calls takes less memory."""
         first = self._first and self._first()

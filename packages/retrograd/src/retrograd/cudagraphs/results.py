@@ -30,9 +30,8 @@ from retrograd._torch.tensor import (
     whole_of,
 )
 from retrograd.errors import Refusal
+from retrograd.policy import LITTLE
 
-#: less is always copied: a loss is held until there is another one.
-LITTLE = 2**16
 #: nobody: greater than the number of any recording.
 NOBODY = 2**63
 

@@ -29,9 +29,10 @@ from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import Reason, name_of
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
+from retrograd.policy import SHORT_STEP
 from retrograd.process import restored_on_error
 from retrograd.report import Report, process_report
-from retrograd.specialize.pace import SHORT_STEP, Pace
+from retrograd.specialize.pace import Pace
 
 _STEP = callable, "a function that makes a training step"
 

@@ -6,7 +6,7 @@ process that finds compiled code on disk need not read the graph that it was mad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,12 @@ class LazyGraph:
 
     Attributes:
         division: the parts in which it will be compiled, if they are known already.
+        begun: of each graph of `division`, the answer of another process that was asked to compile it.
         known_as: its name on disk, which says all about it and `division`; None if it has none.
     """
 
     known_as: str | None = None
+    begun: Sequence[Any] = ()
 
     def __init__(
         self, read: Callable[[], fx.GraphModule], summarise: Callable[[fx.GraphModule], Summary]

@@ -24,9 +24,6 @@ from retrograd.repeats.outline import Outline, graph_of
 ToCompile = tuple[fx.GraphModule, Sequence[Any], int | None]
 CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 
-#: ATen calls that an autograd node amounts to, forward or backward.
-CALLS_PER_NODE = 3
-
 
 class Step(NamedTuple):
     """A call of the code of part `key`: it takes the values `reads` and gives those of `makes`, by name."""

@@ -20,17 +20,11 @@ from typing import Any
 from torch import fx
 
 from retrograd._torch.fx import aliased_inputs, depends_on_data
-from retrograd.graph.backward_graph import CallKind, call_name, call_of
+from retrograd.graph.backward_graph import CallKind, call_of
 from retrograd.graph.structure import token_of
-from retrograd.repeats.borders import border_costs, boundary_costs, last_use
+from retrograd.policy import CAPTURED_CALLS_PER_NODE, PERIOD_GRAM, PERIODS_TRIED
+from retrograd.repeats.borders import aten_border_costs, border_costs
 from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outlines, tokenised
-
-#: how many calls are compared together when periods are looked for: enough to tell the places in a layer
-#: apart, and fewer than the calls of any layer that is worth a period of its own.
-_GRAM = 6
-
-#: how many periods are tried on one stretch of calls.
-_TRIED = 6
 
 
 @dataclass(frozen=True)
@@ -99,12 +93,12 @@ def _periods(tokens: Sequence[int], start: int, stop: int) -> list[int]:
     """Distances at which the same few tokens come again, the most frequent first."""
     seen: dict[tuple[int, ...], int] = {}
     votes: Counter[int] = Counter()
-    for i in range(start, stop - _GRAM + 1):
-        gram = tuple(tokens[i : i + _GRAM])
+    for i in range(start, stop - PERIOD_GRAM + 1):
+        gram = tuple(tokens[i : i + PERIOD_GRAM])
         if gram in seen:
             votes[i - seen[gram]] += 1
         seen[gram] = i
-    return [period for period, _ in votes.most_common(_TRIED)]
+    return [period for period, _ in votes.most_common(PERIODS_TRIED)]
 
 
 def _stretches(tokens: Sequence[int], period: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -144,7 +138,7 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
     if len(calls) < 2 * least or not _can_be_divided(graph):
         return []
     known = {node: tokenised(node) for node in calls}
-    repeats = find_repeats([known[node].token for node in calls], border_costs(calls), least, copies)
+    repeats = find_repeats([known[node].token for node in calls], aten_border_costs(calls), least, copies)
     # Where nothing is computed, no code is shorter than that of as many views.
     repeats = [one for one in repeats if not all(map(aliased_inputs, calls[one.start : one.stop]))]
     if not repeats:
@@ -211,57 +205,19 @@ def _united(
     return outlines(united, known, results) if len(united) < len(runs) else parts
 
 
-#: calls per autograd node in a captured graph: the node, its check, and a projection or two of each.
-_CALLS_PER_NODE = 4
-
-#: nodes whose gradients are written to memory in any case, so that nothing is lost by a border behind them.
-_WRITES_TO_MEMORY = frozenset(
-    {
-        "AddmmBackward0",
-        "BaddbmmBackward0",
-        "BmmBackward0",
-        "ConvolutionBackward0",
-        "EmbeddingBackward0",
-        "LinearBackward0",
-        "MmBackward0",
-    }
-)
-
-
 def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
     """`run`, divided; in one piece if nothing in it repeats."""
-    least = smallest * _CALLS_PER_NODE
+    least = smallest * CAPTURED_CALLS_PER_NODE
     if len(run) < 2 * least:
         return [run]
-    return _cut(run, find_repeats([token_of(node) for node in run], _captured_costs(run), least, copies))
-
-
-def _captured_costs(run: Sequence[fx.Node]) -> list[float | None]:
-    place = {node: i for i, node in enumerate(run)}
-    uses = [
-        (i, used, _captured_cost(node)) for node, i in place.items() if (used := last_use(node, place)) > i
-    ]
-    return boundary_costs(len(run), uses)
+    tokens = [token_of(node) for node in run]
+    return _cut(run, find_repeats(tokens, border_costs(run, _captured_cost), least, copies))
 
 
 def _captured_cost(node: fx.Node) -> float | None:
     """What it costs to hand a value over to another region; None for what is no tensor."""
     users = [user for user in node.users if user.op == "call_function"]
-    if any(call_of(user).kind is CallKind.PROJECT or user.target is operator.getitem for user in users):
-        return None
-    return 1.0 if _source(node) in _WRITES_TO_MEMORY else 2.0
-
-
-def _source(node: fx.Node) -> str:
-    """The name of the autograd node that made a value, behind projections and checks of it."""
-    place: Any = 0
-    while call_of(node).kind in (CallKind.PROJECT, CallKind.VALIDATE):
-        before: Any = node.args[0]
-        if call_of(node).kind is CallKind.PROJECT:
-            place = node.args[1]
-        elif not isinstance(before, fx.Node):  # else one gradient, converted for its leaf
-            before = before[place]
-        if not isinstance(before, fx.Node) or before.op != "call_function":
-            return ""
-        node = before
-    return call_name(node)
+    is_tuple = any(
+        call_of(user).kind is CallKind.PROJECT or user.target is operator.getitem for user in users
+    )
+    return None if is_tuple else 1.0

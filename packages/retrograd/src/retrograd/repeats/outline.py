@@ -25,7 +25,6 @@ from retrograd._torch.fx import (
     lazy_graph_module,
 )
 from retrograd.graph.structure import token_of
-from retrograd.repeats.remade import with_remade
 
 #: bytes that a code generator may take the beginning of an input to be a multiple of.
 _ALIGNMENT = 16
@@ -36,7 +35,7 @@ class Outline:
     """A run of calls with its border.
 
     Attributes:
-        calls: the nodes; first those that it makes again.
+        calls: the nodes.
         inputs: nodes outside of it that it reads.
         outputs: nodes of it that are read outside.
         pinned: how many outputs, from the first, are read by calls elsewhere, or must for another reason
@@ -56,31 +55,27 @@ def outlines(
     known: Mapping[fx.Node, TokenisedCall],
     results: Mapping[fx.Node, bool],
 ) -> list[Outline]:
-    """The outlines of all runs of a graph, with what each makes again (`remade`).
+    """The outlines of all runs of a graph.
 
     Args:
         runs: all calls of the graph, in order.
         known: their descriptions.
         results: by result of the graph, whether it must have its traced strides.
     """
-    extended = with_remade(runs)
     read: set[fx.Node] = set()
-    for calls in extended:
+    for calls in runs:
         inside = set(calls)
         read.update(value for node in calls for value in known[node].operands if value not in inside)
-    return [
-        _outline(calls, set(run), known, read, results) for calls, run in zip(extended, runs, strict=True)
-    ]
+    return [_outline(calls, known, read, results) for calls in runs]
 
 
 def _outline(
     calls: Sequence[fx.Node],
-    own: Collection[fx.Node],
     known: Mapping[fx.Node, TokenisedCall],
     read: Collection[fx.Node],
     results: Mapping[fx.Node, bool],
 ) -> Outline:
-    """The outline of `calls`, which give what of their `own` is `read` elsewhere, or is a result."""
+    """The outline of `calls`, which give what is `read` elsewhere, or is a result."""
     inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
     inputs: dict[fx.Node, int] = {}
     body = []
@@ -94,7 +89,7 @@ def _outline(
                 places.append(-1 - inputs.setdefault(operand, len(inputs)))
         body.append((call.token, tuple(places)))
     pinned, free = [], []
-    for node in filter(own.__contains__, calls):
+    for node in calls:
         if node in read or results.get(node):
             pinned.append(node)
         elif node in results:

@@ -17,18 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from retrograd.errors import Reason
-
-#: a call is measured if it takes less than this many seconds: a backward; and a step, whose first call ran
-#: eagerly in any case.
-SHORT, SHORT_STEP = 0.02, 1.0
-#: a step is steady after this many calls in a row without a compilation.
-STEADY = 3
-#: how many calls of each kind are measured.
-SAMPLES = 6
-#: calls between a measurement that speaks against the compiled code and the one that has to confirm it.
-UNTIL_CONFIRMED = 50
-#: how much slower than eager compiled calls may be.
-TOLERANCE = 1.02
+from retrograd.policy import SAMPLES, SHORT, STEADY, TOLERANCE, UNTIL_CONFIRMED
 
 
 class Pace:

@@ -27,4 +27,3 @@ from retrograd._torch.inductor.options import (
     take_settings,
 )
 from retrograd._torch.inductor.partition import cut_by, memory_budget
-from retrograd._torch.inductor.seeds import with_seeds_at_once

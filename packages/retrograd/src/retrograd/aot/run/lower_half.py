@@ -17,16 +17,18 @@ from retrograd._torch.fx import lazy_graph
 from retrograd._torch.state import without_autocast
 from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin, is_taken
-from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.backends.base import Answer, Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
+from retrograd.backends.processes import is_done
 from retrograd.backends.whole import WholeLater
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import calls_apart
-from retrograd.errors import Reason
+from retrograd.errors import Reason, Refusal
 from retrograd.events import counters
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
-from retrograd.repeats.compile import CALLS_PER_NODE, Division, divide
+from retrograd.policy import ATEN_CALLS_PER_NODE
+from retrograd.repeats.compile import Division, divide
 
 
 @without_autocast
@@ -52,7 +54,10 @@ def lower(
         how = backend.for_parts_of(graph, half) if found.steps else backend
 
         def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
-            own = replace(half, visible=visible, known_as=known and f"{known} {next(numbers)}")
+            number = next(numbers)
+            own = replace(half, visible=visible, known_as=known and f"{known} {number}")
+            if number < len(graph.begun):
+                is_done(graph.begun[number], once_begun=True)
             return compile_fallible(how, part, examples, own, strict=config.strict)
 
         code = found.code(compile_part)
@@ -65,42 +70,56 @@ def lower(
     return later.result() if is_taken(later) else LateCode(later, lambda: guard_count(state.fake_mode))
 
 
-def announce(backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config) -> None:
-    """Tell the backend of the graphs that `lower` will have it compile, unless decompositions come before, or
-    the graph is cut first, between recordings."""
+def begin_elsewhere(
+    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config
+) -> None:
+    """Have other processes begin with the graphs that `lower` will have the backend compile, unless
+    decompositions come before, or the graph is cut first, between recordings."""
     if backend.decompositions() and not state.decompositions:
         return
     if config.cudagraphs and calls_apart(graph.gm.graph):
         return
     graph.division = division = _divided(backend, graph, half, config)
     how = backend.for_parts_of(graph, half) if division.steps else backend
-    for part, examples, visible in division.graphs.values():
-        how.announce(part, examples, replace(half, visible=visible))
+    graph.begun = [
+        how.begin(part, examples, replace(half, visible=visible))
+        for part, examples, visible in division.graphs.values()
+    ]
 
 
 def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Boxed:
-    """`parts`, and later the whole of `graph`, if others compile it. What is recorded does not change, and
-    nobody waits who has chosen not to."""
+    """`parts`, and later the whole of `graph`, if another process compiles it under the settings of now. What
+    is recorded does not change, and nobody waits who has chosen not to."""
     if config.whole_after is None or config.cudagraphs or config.patience is not None:
         return parts
-    elsewhere = backend.elsewhere(graph, half)
-    if elsewhere is None:
+    settings = backend.settings_elsewhere()
+    if settings is None:
         return parts
+    inputs, answers = graph.summary.inputs, list[Answer | None]()
+
+    def check_settings() -> None:
+        now = backend.settings_elsewhere() or {}
+        if other := [key for key in settings if settings[key] != now.get(key)]:
+            raise Refusal("elsewhere", f"settings have changed since: {', '.join(other)}")
+
+    def begin() -> None:
+        check_settings()
+        backend.prepare(elsewhere=True)
+        answers.append(backend.begin(graph.gm, inputs, half))
 
     @without_autocast
-    def compile_whole() -> Boxed:
-        inputs = graph.summary.inputs
+    def finish() -> Boxed:
+        check_settings()
+        if not is_done(*answers):
+            raise Refusal("elsewhere", "no other process has compiled the whole")
         return compile_fallible(backend, graph.gm, inputs, half, strict=config.strict, is_proven=True)
 
-    return WholeLater(parts, config.whole_after, elsewhere, compile_whole)
+    return WholeLater(parts, config.whole_after, begin, finish)
 
 
 def _divided(backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Division:
-    least = config.smallest_repeat * CALLS_PER_NODE if backend.takes_parts else 0
-    inputs = graph.summary.inputs
-    gm = backend.prepared_for_parts(graph.gm, inputs) if least else graph.gm
-    found = divide(gm, inputs, least, half.visible, config.fewest_copies)
-    return found if found.steps else divide(graph.gm, inputs, 0, half.visible)
+    least = config.smallest_repeat * ATEN_CALLS_PER_NODE if backend.takes_parts else 0
+    return divide(graph.gm, graph.summary.inputs, least, half.visible, config.fewest_copies)
 
 
 class LateCode:

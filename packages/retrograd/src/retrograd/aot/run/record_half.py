@@ -26,10 +26,8 @@ from retrograd.cudagraphs.graphed_call import Values
 from retrograd.cudagraphs.graphed_function import GraphedFunction, calls_apart, graphed, tell_report
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
+from retrograd.policy import FEWEST_RECORDED
 from retrograd.repeats.compile import CompilePart, Division, divide_at
-
-#: calls that start kernels, at least, in a stretch that is recorded.
-FEWEST_CALLS = 2
 
 
 class InStretches:
@@ -93,7 +91,7 @@ def _cut(graph: LazyGraph, half: Half) -> _Cut | None:
 def _is_worth_it(graph: fx.Graph) -> bool:
     """Whether it can be recorded, and starts more than a kernel."""
     calls = [node for node in graph.nodes if node.op == "call_function" and not aliased_inputs(node)]
-    return len(calls) >= FEWEST_CALLS and not calls_apart(graph)
+    return len(calls) >= FEWEST_RECORDED and not calls_apart(graph)
 
 
 @dataclass(frozen=True, eq=False)

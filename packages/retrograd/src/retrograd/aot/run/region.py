@@ -34,7 +34,7 @@ from retrograd._torch.trace import InputGuard, know_values, laid_out_like
 from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.lower_half import announce, is_ready, still_compiling
+from retrograd.aot.run.lower_half import begin_elsewhere, is_ready, still_compiling
 from retrograd.aot.run.record_half import lower_half, may_replay
 from retrograd.aot.run.rerun import rerun_region, why_not_again
 from retrograd.backends.base import Backend, Boxed, Half
@@ -45,8 +45,9 @@ from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
+from retrograd.policy import MOST_FAILURES
 from retrograd.process import cached_property
-from retrograd.report import MOST_FAILURES, Report, why_failed
+from retrograd.report import Report, why_failed
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4
@@ -121,10 +122,10 @@ class RegionCode:
         """Compile now, for the layouts that tracing predicted."""
         self._codes[(), self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
 
-    def announce(self) -> None:
-        """Tell the backend that it will be asked for this code, for the layouts that tracing predicted."""
+    def begin_elsewhere(self) -> None:
+        """Have other processes begin with this code, for the layouts that tracing predicted."""
         graph = self._graph
-        announce(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
+        begin_elsewhere(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
