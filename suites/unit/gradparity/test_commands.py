@@ -61,7 +61,7 @@ def test_run_keeps_results_and_writes_all_files(tmp_path: Path) -> None:
         (("--shard", "5/2"), "not a shard"),
         (("--check", "luck"), "unknown check 'luck'"),
         (("--executor", "moon"), "unknown executor 'moon'"),
-        (("--store", __file__), "is damaged"),
+        (("--store", __file__), "is no store of gradparity"),
     ],
 )
 def test_usage_errors_of_run_are_one_line_and_4(words: tuple[str, ...], said: str) -> None:
