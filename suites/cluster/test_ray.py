@@ -15,7 +15,7 @@ from gradparity.campaign import Campaign, Plan, run  # noqa: E402
 from gradparity.executors.ray_cluster import RayCluster  # noqa: E402
 from gradparity.executors.registry import Resources  # noqa: E402
 from gradparity.executors.unit import Finished, Lost, Result, Started, Unit  # noqa: E402
-from gradparity.verdict import Row, Verdict  # noqa: E402
+from gradparity.verdict import Verdict  # noqa: E402
 
 NAME = "autograd_function_db"
 
@@ -34,25 +34,6 @@ def cluster() -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         made.shutdown()
-
-
-class Listener:
-    """Counts rows, and does something after some."""
-
-    def __init__(self, after: int = -1, do: Any = None) -> None:
-        self.rows = self.done = 0
-        self._after, self._do = after, do
-
-    def units(self, total: int) -> None:
-        self.total = total
-
-    def unit_done(self) -> None:
-        self.done += 1
-
-    def row(self, row: Row) -> None:
-        self.rows += 1
-        if self.rows == self._after:
-            self._do()
 
 
 def shown(campaign: Campaign) -> list[tuple[str, ...]]:
@@ -106,19 +87,14 @@ def list_with_kill(messages: Iterator[Any], cluster: Cluster, victim: Any) -> li
 
 
 def test_a_campaign_gives_what_it_gives_locally_with_parts_of_a_gpu(cluster: Cluster) -> None:
-    here = run(
-        Plan(("eager", "planted:none-grad"), (NAME,), processes=0, limit_per_corpus=6), None, Listener()
-    )
-    listener = Listener()
-    there = run(plan("eager", "planted:none-grad", limit_per_corpus=6), None, listener)
+    here = run(Plan(("eager", "planted:none-grad"), (NAME,), processes=0, limit_per_corpus=6))
+    there = run(plan("eager", "planted:none-grad", limit_per_corpus=6))
     assert shown(there) == shown(here)
-    assert listener.done == listener.total
+    assert there.completed == there.total
 
 
 def test_a_case_that_kills_its_process_is_lost_alone(cluster: Cluster) -> None:
-    result = run(
-        plan("planted:exit", "planted:hang", "eager", limit_per_corpus=1, timeout=3.0), None, Listener()
-    )
+    result = run(plan("planted:exit", "planted:hang", "eager", limit_per_corpus=1, timeout=3.0))
     verdicts = {row.subject: row.verdict for row in result.rows}
     assert verdicts == {
         "planted:exit": Verdict.CRASH,

@@ -1,7 +1,6 @@
-"""campaign: subjects × corpora, through an executor, into rows.
+"""campaign: subjects × corpora, through the loop, into rows.
 
-In: names of subjects and corpora, limits. Out: a stream of progress, and at the end a `Campaign` with all
-rows.
+In: names of subjects and corpora, limits. Out: a `Campaign` with all rows.
 """
 
 from __future__ import annotations
@@ -9,20 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from gradparity import report
 from gradparity.case import EVERY, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus.registry import corpus
-from gradparity.errors import StoreError
-from gradparity.executors.registry import Executor, Resources, executor
+from gradparity.executors.registry import Resources
 from gradparity.executors.unit import Finished, Lost, Message, Result, Unit
 from gradparity.expected import Expected, Known, KnownFallback
-from gradparity.journal import Journal
+from gradparity.loop import Ending, Where, through
 from gradparity.shard import Shard
 from gradparity.signature import signature_of
+from gradparity.store.store import CaseDone, Entry, Progress, UnitDone
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
@@ -63,11 +66,10 @@ class Plan:
         """What decides the results, in plain data: not where, in which order and by how many processes
         it is done.
         """
-        data = asdict(self)
+        data = asdict(self) | {"shard": str(self.shard) if self.shard else None}
         for name in ("processes", "grace", "resources", "shuffle"):
             del data[name]
-        plain: dict[str, Any] = json.loads(json.dumps(data | {"shard": None}))  # as a store gives it back
-        return plain | {"shard": str(self.shard) if self.shard else None}
+        return data
 
     @property
     def campaign(self) -> str:
@@ -78,15 +80,20 @@ class Plan:
 
 @dataclass
 class Campaign:
-    """All rows, which subjects answer for their divergences, and what could not be loaded."""
+    """All rows, which subjects answer for their divergences, and what could not be loaded. `total`: how many
+    units there are, `ended` those that are finished; `found`: the divergences.
+    """
 
     rows: list[Row] = field(default_factory=list)
     accountable: frozenset[str] = frozenset()
     errors: list[str] = field(default_factory=list)
     stale: list[Expected | KnownFallback] = field(default_factory=list)
-    interrupted: bool = False
-    broken: str = ""
-    unwritten: list[Row] = field(default_factory=list)
+    ending: Ending = field(default_factory=Ending)
+    total: int = 0
+    ended: set[str] = field(default_factory=set)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    found: list[Row] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def unexpected(self) -> list[Row]:
@@ -107,26 +114,79 @@ class Campaign:
     @property
     def exit_code(self) -> int:
         """As pytest's: 3 results could not be written, 2 interrupted, 1 failed, 5 nothing ran, 0 fine."""
-        if self.broken:
+        if self.ending.broken:
             return 3
-        if self.interrupted:
+        if self.ending.interrupted:
             return 2
         if self.unexpected or self.unlisted or self.stale or self.errors:
             return 1
         return 0 if self.rows else 5
 
+    @property
+    def completed(self) -> int:
+        """Finished units."""
+        return len(self.ended)
 
-class Listener(Protocol):
-    """Somebody who watches a campaign."""
+    def describe(self) -> str:
+        """One line."""
+        left = ""
+        if self.ended:
+            rest = (time.monotonic() - self.began) / len(self.ended) * (self.total - len(self.ended))
+            left = f", about {rest:.0f} s left"
+        counted = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
+        told = f"{len(self.rows)} cases: {counted or 'none yet'}; {len(self.found)} divergences"
+        return f"{len(self.ended)}/{self.total} units{left}; {told}"
 
-    def units(self, total: int) -> None:
-        """How many units there are."""
 
-    def unit_done(self) -> None:
-        """A unit is finished."""
+class Corpora:
+    """The source of a campaign over corpora: one unit for each subject and chunk."""
 
-    def row(self, row: Row) -> None:
-        """A row is there."""
+    run_unit = staticmethod(run_unit)
+
+    def __init__(self, plan: Plan, campaign: Campaign) -> None:
+        self._plan, self._campaign = plan, campaign
+        self._units = units(plan)
+        self._steps: Counter[str] = Counter()
+        campaign.total = len(self._units)
+
+    def rounds(self) -> Iterator[list[Unit]]:
+        """All units that are not finished, from the first step that is not."""
+        left = [
+            replace(unit, start=self._steps[name])
+            for unit in self._units
+            if (name := unit_name(unit)) not in self._campaign.ended
+        ]
+        if self._plan.shuffle is not None:
+            random.Random(self._plan.shuffle).shuffle(left)
+        yield left
+
+    def entries(self, message: Message) -> Iterator[Entry]:
+        """A row for each case, and the end of each unit."""
+        name = unit_name(message.unit)
+        if isinstance(message, Result):
+            yield CaseDone(name, message.step, Row.from_json(message.data))
+        elif isinstance(message, Lost):
+            yield CaseDone(name, -1 if message.step is None else message.step, lost(message))
+            if message.step is None:
+                yield UnitDone(name)
+        elif isinstance(message, Finished):
+            yield UnitDone(name, message.error)
+
+    def count(self, entry: Entry) -> None:
+        """Counts a row, or the end of a unit."""
+        campaign = self._campaign
+        if isinstance(entry, UnitDone):
+            campaign.ended.add(entry.unit)
+            campaign.errors += [f"{entry.unit}: {entry.error}"] if entry.error else []
+        elif entry.row is not None:
+            self._steps[entry.unit] = max(self._steps[entry.unit], entry.step + 1)
+            campaign.rows.append(entry.row)
+            campaign.verdicts[report.column(entry.row)] += 1
+            campaign.found += [entry.row] if entry.row.is_find else []
+
+    def is_over(self) -> bool:
+        """Never before its units are finished."""
+        return False
 
 
 def units(plan: Plan) -> list[Unit]:
@@ -140,56 +200,30 @@ def units(plan: Plan) -> list[Unit]:
     ]
 
 
-def run(plan: Plan, known: Known | None, listener: Listener, journal: Journal | None = None) -> Campaign:
+def unit_name(unit: Unit) -> str:
+    """What a unit is called in a store: its subject, corpus and chunk."""
+    task = unit.payload
+    return f"{task['subject']} {task['corpus']}::{task['chunk']}"
+
+
+def run(
+    plan: Plan,
+    known: Known | None = None,
+    listen: Callable[[Campaign, Entry | None], None] = lambda campaign, entry: None,
+    progress: Progress | None = None,
+) -> Campaign:
     """Runs the plan. Without a file of what is known, fallbacks are held against nobody. An interrupt
-    (Ctrl-C) ends it early with the rows so far; with a journal, the next run goes on there.
+    (Ctrl-C) ends it early with the rows so far; with a store, the next run continues there.
     """
     accountable = frozenset(name for name in plan.subjects if resolve(name).accountable)
     campaign = Campaign(accountable=accountable)
-    work = _left(units(plan), campaign, listener, journal)
-    if plan.shuffle is not None:
-        random.Random(plan.shuffle).shuffle(work)
-    made = executor(run_unit, plan.processes, plan.grace, plan.resources)
-    try:
-        _through(made, work, campaign, listener, journal)
-        if journal is not None:
-            journal.flush() if campaign.interrupted else journal.finish()
-    except StoreError as error:
-        campaign.broken = str(error)
-    if journal is not None:
-        campaign.unwritten = journal.unwritten
+    where = Where(plan.processes, plan.grace, plan.resources)
+    campaign.ending = through(Corpora(plan, campaign), where, partial(listen, campaign), progress)
     if known is not None:
         campaign.rows = known.mark(campaign.rows, accountable)
-        campaign.stale = [] if campaign.interrupted else known.stale(campaign.rows, sampled=plan.sampled)
+        complete = not campaign.ending.interrupted
+        campaign.stale = known.stale(campaign.rows, sampled=plan.sampled) if complete else []
     return campaign
-
-
-def _left(work: list[Unit], campaign: Campaign, listener: Listener, journal: Journal | None) -> list[Unit]:
-    """The units that are still to be done; what is there already is told to the listener."""
-    listener.units(len(work))
-    if journal is None:
-        return work
-    for row in journal.rows():
-        campaign.rows.append(row)
-        listener.row(row)
-    campaign.errors.extend(journal.errors())
-    left = [rest for rest in map(journal.rest, work) if rest is not None]
-    for _ in range(len(work) - len(left)):
-        listener.unit_done()
-    return left
-
-
-def _through(
-    made: Executor, work: list[Unit], campaign: Campaign, listener: Listener, journal: Journal | None
-) -> None:
-    messages = made.run(work)
-    try:
-        for message in messages:
-            _take(message, campaign, listener, journal)
-    except KeyboardInterrupt:
-        campaign.interrupted = True
-    finally:
-        messages.close()  # type: ignore[attr-defined]
 
 
 def _task(plan: Plan, subject: str, name: str, chunk: str, limit: int | None) -> Task:
@@ -215,36 +249,6 @@ def _all_chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
         return
     for place, chunk in enumerate(names):
         yield chunk, most // len(names) + (place < most % len(names))
-
-
-def _take(message: Message, campaign: Campaign, listener: Listener, journal: Journal | None = None) -> None:
-    if isinstance(message, Result):
-        _keep(Row.from_json(message.data), message.unit, message.step, campaign, listener, journal)
-    elif isinstance(message, Lost):
-        step = -1 if message.step is None else message.step
-        _keep(lost(message), message.unit, step, campaign, listener, journal)
-        if message.step is None:
-            _finish(message.unit, "", listener, journal)
-    elif isinstance(message, Finished):
-        if message.error:
-            task = Task(**message.unit.payload)
-            campaign.errors.append(f"{task.subject} {task.corpus}::{task.chunk}: {message.error}")
-        _finish(message.unit, message.error, listener, journal)
-
-
-def _keep(
-    row: Row, unit: Unit, step: int, campaign: Campaign, listener: Listener, journal: Journal | None
-) -> None:
-    campaign.rows.append(row)
-    listener.row(row)
-    if journal is not None:
-        journal.write(unit, step, row)
-
-
-def _finish(unit: Unit, error: str, listener: Listener, journal: Journal | None) -> None:
-    if journal is not None:
-        journal.finish_unit(unit, error)
-    listener.unit_done()
 
 
 def lost(message: Lost) -> Row:

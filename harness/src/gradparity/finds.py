@@ -18,7 +18,6 @@ from gradparity.campaign import lost
 from gradparity.case import SEPARATOR, Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
-from gradparity.corpus.finds import imported_by
 from gradparity.corpus.folder import PREFIX
 from gradparity.corpus.generated import scripted
 from gradparity.errors import CaseError, StoreError, UnknownNameError
@@ -107,7 +106,7 @@ def _imports(row: Row, own: str) -> Iterator[str]:
     form, _, place = row.subject.partition(":")
     if form == "import" or (form == "compile" and ":" in place):
         yield f"{place.rpartition(':')[0]} (of the subject {row.subject})"
-    if (place := imported_by(row.case)) and place != own:
+    if (place := corpora.imported_by(row.case)) and place != own:
         yield f"{place} (of the case {row.case})"
 
 

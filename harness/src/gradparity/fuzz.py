@@ -1,8 +1,8 @@
 """fuzz: a campaign of generated programs against one subject.
 
-In: `FuzzOptions`. Out: each distinct divergence through `on_find`, shrunk and run once more; the state of
-things through `on_progress` after every case; a `FuzzSummary` in the end. Programs run in worker processes
-(or in this one, with `processes=0`); a crash of a worker costs one case.
+In: `FuzzOptions`, a run in a store. Out: a `FuzzSummary`, with each distinct divergence shrunk and run once
+more. Programs run in worker processes (or in this one, with `processes=0`); a crash of a worker costs one
+case.
 
 Two divergences are one if the smaller program covers the larger: it has the same verdict, symptom and place,
 and calls nothing that the larger does not. What is covered by something known is counted, not shrunk again.
@@ -12,36 +12,40 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count as count_from
 from typing import Any
 
 from gradparity.case import Case
 from gradparity.errors import CaseError
-from gradparity.executors.registry import Resources, executor
-from gradparity.executors.unit import Lost, Result, Started, Unit
-from gradparity.fuzzing.diary import Done
+from gradparity.executors.registry import Resources
+from gradparity.executors.unit import Finished, Lost, Message, Result, Started, Unit
 from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.smaller import Begun, begun_of
 from gradparity.fuzzing.work import BROKEN, FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
 from gradparity.generate.policies import ROTATION
+from gradparity.loop import Ending, Where, through
+from gradparity.reading import read_as
 from gradparity.signature import Signature
+from gradparity.store.store import CaseDone, Entry, Progress
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 
 ROUND_SECONDS = 400.0
 """About how long a worker goes on before it is replaced by a fresh one: its memory stays bounded."""
 FIRST_ROUND = 40
+WITHOUT_FIND = ("timeout", "crash", "out-of-memory", BROKEN)
+"""Symptoms of divergences that cannot be shrunk, because the process did not outlive them."""
 
 
 @dataclass(frozen=True)
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
     policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are. `done`: what an earlier process did of this
-    campaign.
+    into making one program smaller; 0 leaves them as they are.
     """
 
     subject: str
@@ -54,24 +58,36 @@ class FuzzOptions:
     timeout: float = 60.0
     shrink_seconds: float = 60.0
     known: tuple[Signature, ...] = ()
-    done: Done = field(default_factory=Done)
     resources: Resources = field(default_factory=Resources)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a campaign counts of one case. `verdict`: "lost" if it ended its worker; `rejected`: drawings that
+    eager could not run; `repeated`: whether something known covers its divergence; `shrinking`: seconds, in
+    the mean over the workers; `seconds`: of the campaign so far; `fired`: passes; `lost`: what cost a worker,
+    or could not be judged; `find`: a new divergence.
+    """
+
+    verdict: str
+    rejected: int = 0
+    repeated: bool = False
+    shrinking: float = 0.0
+    seconds: float = 0.0
+    fired: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    find: Find | None = None
 
 
 @dataclass
 class FuzzSummary:
-    """Where a campaign stands. `rejected`: drawings that eager could not run; `repeated`: divergences that
-    something known covers; `number`: the last case's; `lost`: cases that cost a worker or could not be
-    judged, and candidates that cost one while a case was made smaller; `shrinking`: the seconds that each of
-    the `workers` shrank, in the mean; `begun`: how far cases came that are made smaller, by number; `failed`:
-    why the last worker ended before its first case; `fired`: how many programs made each pass fire; `new`:
-    distinct divergences, `finds` those of them that this process found.
+    """Where a campaign stands: the sums of all `Facts`. `rows`: what a report shows; `numbers`: of the cases
+    that are done; `known`: divergences that are no news any more; `workers`: how many there are.
     """
 
     cases: int = 0
     rejected: int = 0
     repeated: int = 0
-    new: int = 0
     seconds: float = 0.0
     shrinking: float = 0.0
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -79,11 +95,22 @@ class FuzzSummary:
     finds: list[Find] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     known: list[Signature] = field(default_factory=list)
-    begun: dict[int, Begun] = field(default_factory=dict)
-    interrupted: bool = False
-    number: int = -1
-    failed: str = ""
+    rows: list[Row] = field(default_factory=list)
+    numbers: set[int] = field(default_factory=set)
+    ending: Ending = field(default_factory=Ending)
     workers: int = 1
+    total: float | None = None
+    by_time: bool = False
+
+    @property
+    def completed(self) -> float:
+        """Of `total`."""
+        return self.seconds if self.by_time else self.cases
+
+    @property
+    def found(self) -> list[Row]:
+        """The rows of the finds."""
+        return [find.row for find in self.finds]
 
     @property
     def rejected_share(self) -> float:
@@ -95,26 +122,40 @@ class FuzzSummary:
         """Cases a second, without the time that shrinking took."""
         return self.cases / max(self.seconds - self.shrinking, 1e-9)
 
-    def state(self) -> dict[str, Any]:
-        """What goes on counting when the campaign goes on, in plain data; `resumed` is the inverse."""
-        return {name: getattr(self, name) for name in COUNTED}
+    def count(self, number: int, row: Row | None, facts: Facts) -> None:
+        """Adds one case."""
+        self.numbers.add(number)
+        self.rows += [] if row is None else [row]
+        self.cases += 1
+        self.rejected += facts.rejected
+        self.repeated += facts.repeated
+        self.shrinking += facts.shrinking
+        self.seconds = facts.seconds
+        self.verdicts[facts.verdict] += 1
+        self.fired.update(facts.fired)
+        self.lost += facts.lost
+        if facts.find is not None:
+            self.finds.append(facts.find)
+            self.known.append(facts.find.signature)
 
-    @classmethod
-    def resumed(cls, state: dict[str, Any], known: Iterable[Signature]) -> FuzzSummary:
-        """The summary of a campaign that goes on from this state, or begins."""
-        made = cls(known=list(known))
-        for name in [name for name in COUNTED if name in state]:
-            value = state[name]
-            setattr(made, name, Counter(value) if isinstance(value, dict) else value)
-        return made
+    def is_known(self, find: Find) -> bool:
+        """Whether something known covers it; two workers may find the same within one round."""
+        return any(item.covers(find.signature) for item in self.known)
+
+    def describe(self) -> str:
+        """One line."""
+        counted = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
+        return (
+            f"{self.seconds:.0f} s, {self.cases} cases ({self.rate:.1f} a second, "
+            f"{self.rejected_share:.1%} of drawings rejected): {counted or 'none yet'}; "
+            f"{len(self.finds)} new, {self.repeated} known divergences"
+        )
 
 
-COUNTED = ("cases", "rejected", "repeated", "new", "seconds", "shrinking", "verdicts", "fired", "lost")
-OnFind = Callable[[Find], None]
-OnProgress = Callable[[FuzzSummary, Row | None], None]
+Listener = Callable[[FuzzSummary, Entry | None], None]
 
 
-def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> FuzzSummary:
+def fuzz(options: FuzzOptions, listen: Listener, progress: Progress | None = None) -> FuzzSummary:
     """Runs the campaign. An interrupt (Ctrl-C) ends it early with what there is. Raises UnknownNameError for
     a policy or subject that does not exist, CaseError if nothing says when to end.
     """
@@ -123,143 +164,166 @@ def fuzz(options: FuzzOptions, on_find: OnFind, on_progress: OnProgress) -> Fuzz
     resolve(options.subject)
     for name in options.policies:
         policy(name)
-    summary = FuzzSummary.resumed(options.done.state, options.known)
-    summary.workers = max(options.processes, 1)
-    started = time.monotonic() - summary.seconds
-    try:
-        for unit in _rounds(options, summary, started):
-            for message in _messages(options, unit):
-                summary.seconds = time.monotonic() - started
-                row = _take(message, summary, on_find)
-                on_progress(summary, row)
-                if row is not None and _is_over(options, summary):
-                    break
-    except KeyboardInterrupt:
-        summary.interrupted = True
-    summary.seconds = time.monotonic() - started
-    return summary
+    source = Drawn(options)
+    where = Where(options.processes, resources=options.resources)
+    source.summary.ending = through(source, where, partial(listen, source.summary), progress)
+    source.look_at_the_clock()
+    return source.summary
 
 
-def _rounds(options: FuzzOptions, summary: FuzzSummary, started: float) -> Iterator[list[Unit]]:
-    """The units of one round after the other: as many cases as fit into a round's time."""
-    done = next(number for number in count_from(0) if number not in options.done.numbers)
-    count = FIRST_ROUND if options.processes else 5
-    while summary.begun or not _is_over(options, summary):
-        while summary.begun:
-            number, came = summary.begun.popitem()
-            came = replace(came, left=0.0) if _is_over(options, summary) else came
-            yield [_unit(options, summary, number, 1, came)]
-        if _is_over(options, summary):
+class Drawn:
+    """The source of a campaign of generated programs: a step for each number of a case."""
+
+    run_unit = staticmethod(fuzz_unit)
+
+    def __init__(self, options: FuzzOptions) -> None:
+        self._options = options
+        by_time = options.minutes is not None
+        self.summary = FuzzSummary(
+            known=[*options.known],
+            workers=max(options.processes, 1),
+            total=60 * options.minutes if options.minutes is not None else options.cases,
+            by_time=by_time,
+        )
+        self._started: float | None = None
+        self._begun: dict[int, Begun] = {}
+        self._lost: dict[int, tuple[str, ...]] = {}
+        self._failed = ""
+
+    def look_at_the_clock(self) -> float:
+        """The seconds of the campaign, with those of the process that it continues."""
+        if self._started is None:
+            self._started = time.monotonic() - self.summary.seconds
+        self.summary.seconds = time.monotonic() - self._started
+        return self.summary.seconds
+
+    def is_over(self) -> bool:
+        """Whether the time is up, or enough cases are judged."""
+        options, summary = self._options, self.summary
+        late = options.minutes is not None and summary.seconds >= 60 * options.minutes
+        return late or (options.cases is not None and summary.cases >= options.cases)
+
+    def rounds(self) -> Iterator[list[Unit]]:
+        """As many cases as fit into a round's time; before them, the cases that ended a worker while
+        they were made smaller.
+        """
+        options, summary = self._options, self.summary
+        self.look_at_the_clock()
+        done = next(number for number in count_from(0) if number not in summary.numbers)
+        count = FIRST_ROUND if options.processes else 5
+        while self._begun or not self.is_over():
+            while self._begun:
+                number, came = self._begun.popitem()
+                came = replace(came, left=0.0) if self.is_over() else came
+                yield [self._unit(number, 1, came)]
+            if self.is_over():
+                return
+            if options.cases is not None:
+                count = min(count, max(options.cases - done, 1))
+            shares = _shares(count, max(options.processes, 1))
+            begun, before = time.monotonic(), summary.cases
+            is_new = any(number not in summary.numbers for number in range(done, done + count))
+            starts = [done + sum(shares[:place]) for place in range(len(shares))]
+            yield [self._unit(start, share) for start, share in zip(starts, shares, strict=True)]
+            if is_new and summary.cases == before and not (self._begun or self.is_over()):
+                raise CaseError(f"no case was judged: {self._failed or 'all workers ended'}")
+            done += count
+            rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
+            if options.processes:
+                count = int(min(max(rate * ROUND_SECONDS, FIRST_ROUND), 4 * max(count, FIRST_ROUND)))
+
+    def entries(self, message: Message) -> Iterator[CaseDone]:
+        """A step for each case that is judged or lost. A case that is being made smaller when its worker ends
+        is neither: another worker continues with it.
+        """
+        self.look_at_the_clock()
+        if isinstance(message, Finished) or message.step is None:
+            why = message.error if isinstance(message, Finished) else message.detail
+            self._failed = why or self._failed
             return
-        if options.cases is not None:
-            count = min(count, max(options.cases - done, 1))
-        shares = _shares(count, max(options.processes, 1))
-        begun, before = time.monotonic(), summary.cases
-        is_new = any(number not in options.done.numbers for number in range(done, done + count))
-        starts = [done + sum(shares[:place]) for place in range(len(shares))]
-        yield [_unit(options, summary, start, share) for start, share in zip(starts, shares, strict=True)]
-        if is_new and summary.cases == before and not (summary.begun or _is_over(options, summary)):
-            raise CaseError(f"no case was judged: {summary.failed or 'all workers ended'}")
-        done += count
-        rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
-        if options.processes:
-            count = int(min(max(rate * ROUND_SECONDS, FIRST_ROUND), 4 * max(count, FIRST_ROUND)))
+        number, begun = message.unit.payload["start"] + message.step, begun_of(message)
+        if begun is not None:
+            self._begun[number] = begun
+        elif not isinstance(message, Started):
+            self._begun.pop(number, None)
+        if isinstance(message, Result):
+            yield self._judged(number, message.data)
+        elif isinstance(message, Lost) and message.label is not None:
+            what = message.label["case"] + ("" if begun is None else ", while it was made smaller")
+            self._lost[number] = (*self._lost.get(number, ()), f"{what}: {message.detail}")
+            if begun is None:
+                yield self._ended(number, message, message.label)
+        elif isinstance(message, Lost):
+            self._failed = message.detail
+
+    def count(self, entry: Entry) -> None:
+        """Counts a case."""
+        if isinstance(entry, CaseDone):
+            self.summary.count(entry.step, entry.row, read_as(Facts, entry.facts))
+
+    def _judged(self, number: int, data: dict[str, Any]) -> CaseDone:
+        row = Row.from_json(data["row"])
+        facts = Facts(
+            row.verdict.value,
+            rejected=data["attempt"],
+            shrinking=data["shrinking"] / self.summary.workers,
+            fired=tuple(data["fired"]),
+            lost=(f"{row.case}: {row.reason}",) if row.symptom == BROKEN else (),
+        )
+        find = None if data["find"] is None else Find.from_json(data["find"])
+        return self._step(number, row, facts, find, data["diverged"])
+
+    def _ended(self, number: int, message: Lost, label: dict[str, Any]) -> CaseDone:
+        """A case that ended its worker. If another had already found its divergence, that stays as it was
+        drawn.
+        """
+        before = message.unit.payload["begun"]
+        if before is not None:
+            find = Find.from_json(before["find"])
+            return self._step(number, find.row, Facts(find.row.verdict.value), find, True)
+        verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
+        case = Case.parse(label["case"], label["seed"])
+        row = row_of(case, self._options.subject, verdict, message.why, message.detail)
+        return self._step(number, row, Facts("lost"), None, False)
+
+    def _step(self, number: int, row: Row, facts: Facts, find: Find | None, diverged: bool) -> CaseDone:
+        """The entry of a case. Of a divergence, the row is what its find says, so that a report shows the
+        shrunk program.
+        """
+        new = find if find is not None and not self.summary.is_known(find) else None
+        shown: Row | None = row
+        if new is not None:
+            shown = replace(new.row, case=new.address, signature=new.signature.digest)
+        elif row.is_find and row.symptom not in WITHOUT_FIND:
+            shown = None
+        facts = replace(
+            facts,
+            repeated=diverged and new is None,
+            seconds=self.summary.seconds,
+            lost=(*self._lost.pop(number, ()), *facts.lost),
+            find=new,
+        )
+        plain = {**vars(facts), "find": None if new is None else new.to_json()}
+        return CaseDone("", number, shown, plain)
+
+    def _unit(self, start: int, count: int, begun: Begun | None = None) -> Unit:
+        options, summary = self._options, self.summary
+        task = FuzzTask(
+            subject=options.subject,
+            device=options.device,
+            seed=options.seed,
+            policies=options.policies or ROTATION,
+            start=start,
+            count=count,
+            timeout=options.timeout,
+            shrink_seconds=options.shrink_seconds,
+            known=[item.to_json() for item in summary.known],
+            skip=sorted(number for number in summary.numbers if start <= number < start + count),
+            begun=None if begun is None else asdict(begun),
+        )
+        return Unit(task.to_json(), options.timeout)
 
 
 def _shares(count: int, processes: int) -> list[int]:
     each, rest = divmod(count, processes)
     return [each + (place < rest) for place in range(processes) if each + (place < rest)]
-
-
-def _unit(
-    options: FuzzOptions, summary: FuzzSummary, start: int, count: int, begun: Begun | None = None
-) -> Unit:
-    task = FuzzTask(
-        subject=options.subject,
-        device=options.device,
-        seed=options.seed,
-        policies=options.policies or ROTATION,
-        start=start,
-        count=count,
-        timeout=options.timeout,
-        shrink_seconds=options.shrink_seconds,
-        known=[item.to_json() for item in summary.known],
-        skip=sorted(number for number in options.done.numbers if start <= number < start + count),
-        begun=None if begun is None else asdict(begun),
-    )
-    return Unit(task.to_json(), options.timeout)
-
-
-def _messages(options: FuzzOptions, units: list[Unit]) -> Iterator[Any]:
-    made = executor(fuzz_unit, options.processes, 10.0, options.resources)
-    messages = made.run(units)
-    try:
-        yield from messages
-    finally:
-        messages.close()  # type: ignore[attr-defined]
-
-
-def _take(message: Any, summary: FuzzSummary, on_find: OnFind) -> Row | None:
-    if isinstance(message, (Started, Lost, Result)) and message.step is not None:
-        summary.number = message.unit.payload["start"] + message.step
-        begun = begun_of(message)
-        if begun is not None:
-            summary.begun[summary.number] = begun
-        elif not isinstance(message, Started):
-            summary.begun.pop(summary.number, None)
-    if isinstance(message, Lost) and message.label is not None:
-        return _lost(message, message.label, summary, on_find)
-    if not isinstance(message, Result):
-        summary.failed = getattr(message, "error", "") or getattr(message, "detail", "") or summary.failed
-        return None
-    data = message.data
-    row = Row.from_json(data["row"])
-    if row.symptom == BROKEN:
-        summary.lost.append(f"{row.case}: {row.reason}")
-    summary.cases += 1
-    summary.rejected += data["attempt"]
-    summary.shrinking += data["shrinking"] / summary.workers
-    summary.verdicts[row.verdict.value] += 1
-    summary.fired.update(data["fired"])
-    if data["find"] is not None:
-        _found(Find.from_json(data["find"]), summary, on_find)
-    elif data["diverged"]:
-        summary.repeated += 1
-    return row
-
-
-def _found(find: Find, summary: FuzzSummary, on_find: OnFind) -> None:
-    """Two workers may find the same within one round."""
-    if any(item.covers(find.signature) for item in summary.known):
-        summary.repeated += 1
-        return
-    summary.known.append(find.signature)
-    summary.finds.append(find)
-    summary.new += 1
-    on_find(find)
-
-
-def _lost(message: Lost, label: dict[str, Any], summary: FuzzSummary, on_find: OnFind) -> Row | None:
-    """The row of a case that ended its worker. If that was a candidate for making it smaller, another worker
-    goes on with it; if that one cannot, the find stays as it was drawn.
-    """
-    begun, before = begun_of(message), message.unit.payload["begun"]
-    what = label["case"] if begun is None else f"{label['case']}, while it was made smaller"
-    summary.lost.append(f"{what}: {message.detail}")
-    if begun is not None:
-        return None
-    summary.cases += 1
-    if before is not None:
-        find = Find.from_json(before["find"])
-        summary.verdicts[find.row.verdict.value] += 1
-        _found(find, summary, on_find)
-        return find.row
-    summary.verdicts["lost"] += 1
-    verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
-    subject = message.unit.payload["subject"]
-    return row_of(Case.parse(label["case"], label["seed"]), subject, verdict, message.why, message.detail)
-
-
-def _is_over(options: FuzzOptions, summary: FuzzSummary) -> bool:
-    late = options.minutes is not None and summary.seconds >= 60 * options.minutes
-    return late or (options.cases is not None and summary.cases >= options.cases)

@@ -11,9 +11,9 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from typing import Any
 
 import numpy
 import torch
@@ -21,28 +21,30 @@ import torch
 from gradparity.case import Case
 from gradparity.errors import CaseTimeout, GradparityError
 from gradparity.outcome import Outcome, Raised, WarningRecord
-from gradparity.probe import Instrument, Probe
-
-Body = Callable[[Probe], None]
+from gradparity.probe import Body, Probe, Way
 
 
-class Observed(Instrument, Protocol):
-    """A subject, as far as running it goes."""
+class Observed(Way):
+    """A way that says what it did."""
 
     def around(self) -> AbstractContextManager[Any]:
         """A context around the whole program."""
+        return nullcontext()
 
     def begin(self) -> None:
-        """Called before a run: remembers counters."""
+        """Remembers counters before a run."""
 
     def compiles(self) -> int:
         """Compiles since `begin`."""
+        return 0
 
     def notes(self) -> tuple[str, ...]:
-        """What the subject says about the run since `begin`."""
+        """What there is to say about the run since `begin`; "fallback: [code] reason" marks a fallback."""
+        return ()
 
     def observed(self, outcome: Outcome) -> Outcome:
-        """A last look at the outcome; real subjects return it as it is."""
+        """A last look at the outcome; only planted faults change it."""
+        return outcome
 
 
 class Printed:

@@ -23,8 +23,7 @@ from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseError
 from gradparity.exhibit import timelines
-from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import checked, quiet

@@ -1,14 +1,15 @@
 """Probe: the one object through which a program makes inputs and is observed.
 
-In: a case, an `Instrument` (what a subject does around compile and backward), dtype, device. Out: recorded
+In: a case, a `Way` (how a program is compiled, and where its backward runs), dtype, device. Out: recorded
 leaves, values and hook events, which `observe` turns into an Outcome.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,30 +39,39 @@ WIDER = {
 """What each dtype becomes in the float64 reference run."""
 
 
-class Instrument(Protocol):
-    """The part of a subject that a program meets."""
+class Way:
+    """How programs run: as eager runs them, where a subclass says nothing else."""
 
     def compile(self, target: T) -> T:
         """Compiles a function or module, or returns it as it is."""
+        return target
 
     def backward(self) -> AbstractContextManager[Any]:
-        """The context in which backward runs."""
+        """The context in which a program runs its backward."""
+        return nullcontext()
 
     def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
-        """A whole step as the subject runs it; `step` takes the function that runs a backward first."""
+        """A whole step that is called without its first argument, `backward`."""
+
+        def backward(loss: torch.Tensor) -> None:
+            with self.backward():
+                loss.backward()
+
+        return partial(step, backward)
 
     def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Protects a recording hook from being traced, where the subject would do that."""
+        """Protects a recording hook from tracing, where the compiler traces hooks."""
+        return hook
 
 
 class Probe:
     """Makes inputs, wraps what the subject compiles, and records what the program shows.
 
-    Arguments: the case (its seed decides all values), the instrument, the dtype of this run and the device.
+    Arguments: the case (its seed decides all values), the way in which it runs, the run's dtype, the device.
     `log` is a plain list: what a program appends to it, also inside a compiled function, is observed.
     """
 
-    def __init__(self, case: Case, instrument: Instrument, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, case: Case, way: Way, dtype: torch.dtype, device: torch.device) -> None:
         self.case = case
         self.dtype = dtype
         self.device = device
@@ -69,7 +79,7 @@ class Probe:
         self.values: list[ValueRecord] = []
         self.log: list[Any] = []
         self.invariants: list[Invariant] = []
-        self._instrument = instrument
+        self._way = way
         self._leaves: dict[str, torch.Tensor] = {}
         self._watched: dict[str, tuple[torch.Tensor, int | None]] = {}
         self._generator: torch.Generator | None = None
@@ -139,11 +149,11 @@ class Probe:
         """The function or module as the subject compiles it; itself, for eager and compiled-autograd
         subjects.
         """
-        return self._instrument.compile(target)
+        return self._way.compile(target)
 
     def backward(self) -> AbstractContextManager[Any]:
         """The context for the part of the program that runs backward."""
-        return self._instrument.backward()
+        return self._way.backward()
 
     def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
         """A whole training step as the subject runs it, called without its first argument.
@@ -151,7 +161,7 @@ class Probe:
         Arguments: `step(backward, *args)`, where `backward(loss)` runs the backward of a scalar. Subjects
         that compile whole steps compile it; others call it with a backward of theirs.
         """
-        return self._instrument.training_step(step)
+        return self._way.training_step(step)
 
     def hook(
         self, site: str, fn: Callable[..., Any] | None = None, kind: str = "tensor"
@@ -167,7 +177,7 @@ class Probe:
             self.event(site, *_payload(kind, args), kind=kind)
             return fn(*args) if fn is not None else None
 
-        return self._instrument.wrap_hook(recording)
+        return self._way.wrap_hook(recording)
 
     def event(self, site: str, *payload: Any, kind: str = "event") -> None:
         """Records an event by hand: tensors, None, numbers, strings, tuples of these."""
@@ -242,6 +252,10 @@ class Probe:
         return self.cast(made.to(device=self.device, dtype=getattr(torch, dtype))).requires_grad_(
             requires_grad
         )
+
+
+Body = Callable[[Probe], None]
+"""A program: it makes its inputs, runs, and is observed through the probe."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

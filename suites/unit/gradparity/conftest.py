@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradparity import finds
 from gradparity.case import Case
 from gradparity.corpus.base import Program
-from gradparity.observe import Body, observe
+from gradparity.executors.inprocess import InProcess
+from gradparity.observe import observe
 from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.outcome import Outcome
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 from gradparity.subjects.eager import Eager
 
 HERE = Path(__file__).parent
@@ -66,3 +68,9 @@ def bench() -> Bench:
 @pytest.fixture
 def hooked_body() -> Callable[[Probe], None]:
     return hooked
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands for one case run it here: that a worker protects them is a test of its own."""
+    monkeypatch.setattr(finds, "executor", lambda run_unit, *more: InProcess(run_unit))

@@ -1,59 +1,49 @@
 """A campaign that was killed goes on where it was, and gives what one that ran through gives."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gradparity.campaign import Campaign, Plan, run, units
-from gradparity.errors import SettingsError, StoreFullError
-from gradparity.journal import Journal
+from gradparity.cli import app
+from gradparity.errors import SettingsError
 from gradparity.shard import Shard
-from gradparity.store.store import Store
+from gradparity.store.store import CaseDone, Entry, Progress, Store
 from gradparity.verdict import Row
+from unit.gradparity.killing import killed_after
 
 NAME = "autograd_function_db"
 PLAN = Plan(("eager", "planted:none-grad"), (NAME,), processes=0, limit_per_corpus=4)
 SHOWN = ("case", "seed", "corpus", "subject", "verdict", "symptom", "reason", "signature")
 
 
-class Listener:
-    """Counts, and may interrupt after some rows."""
+class Interrupting:
+    """A listener that interrupts after some rows."""
 
-    def __init__(self, interrupt_after: int | None = None, error: BaseException | None = None) -> None:
-        self.rows = self.done = 0
-        self._after, self._error = interrupt_after, error or KeyboardInterrupt()
+    def __init__(self, after: int) -> None:
+        self._left = after
 
-    def units(self, total: int) -> None:
-        self.total = total
-
-    def unit_done(self) -> None:
-        self.done += 1
-
-    def row(self, row: Row) -> None:
-        self.rows += 1
-        if self.rows == self._after:
-            raise self._error
+    def __call__(self, campaign: Campaign, entry: Entry | None) -> None:
+        self._left -= isinstance(entry, CaseDone)
+        if self._left == 0:
+            raise KeyboardInterrupt
 
 
 def shown(rows: list[Row]) -> list[tuple]:
     return sorted(tuple(getattr(row, name) for name in SHOWN) for row in rows)
 
 
-def stored(path: Path, plan: Plan, listener: Listener) -> Campaign:
+def stored(path: Path, plan: Plan, *interrupting: Interrupting) -> Campaign:
     with Store(path) as store:
-        return run(plan, None, listener, Journal(store, plan.campaign, plan.identity(), {}))
+        return run(plan, None, *interrupting, progress=Progress.of(store, plan.campaign, plan.identity(), {}))
 
 
 @pytest.fixture(scope="module")
 def whole() -> Campaign:
-    return run(PLAN, None, Listener())
+    return run(PLAN)
 
 
 @pytest.mark.parametrize("after", [1, 3, 7])
@@ -61,12 +51,11 @@ def test_after_an_interrupt_the_same_command_does_the_rest(
     tmp_path: Path, whole: Campaign, after: int
 ) -> None:
     path = tmp_path / "s.db"
-    first = stored(path, PLAN, Listener(after))
-    assert (first.interrupted, first.exit_code) == (True, 2)
-    listener = Listener()
-    second = stored(path, PLAN, listener)
+    first = stored(path, PLAN, Interrupting(after))
+    assert (first.ending.interrupted, first.exit_code, len(first.rows)) == (True, 2, after)
+    second = stored(path, PLAN)
     assert shown(second.rows) == shown(whole.rows)
-    assert (listener.done, second.exit_code) == (listener.total, whole.exit_code)
+    assert (second.completed, second.exit_code) == (second.total, whole.exit_code)
     with Store(path) as store:
         assert len(store.runs()) == 1
         assert shown(store.rows()) == shown(whole.rows)
@@ -74,7 +63,7 @@ def test_after_an_interrupt_the_same_command_does_the_rest(
 
 def test_a_campaign_that_is_over_begins_anew(tmp_path: Path) -> None:
     for _ in range(2):
-        stored(tmp_path / "s.db", PLAN, Listener())
+        stored(tmp_path / "s.db", PLAN)
     with Store(tmp_path / "s.db") as store:
         assert len(store.runs()) == 2
 
@@ -102,56 +91,36 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def test_a_full_disk_ends_the_campaign_with_all_rows_in_hand(tmp_path: Path, monkeypatch) -> None:
-    def full(self: Store) -> None:
-        if self._waiting:
-            raise StoreFullError("cannot write: no space left")
-
     with Store(tmp_path / "s.db") as store:
-        journal = Journal(store, PLAN.campaign, PLAN.identity(), {})
-        monkeypatch.setattr(Store, "flush", full)
-        result = run(PLAN, None, Listener(), journal)
-        store._waiting.clear()
+        progress = Progress.of(store, PLAN.campaign, PLAN.identity(), {})
+        with open("/dev/full", "wb", buffering=0) as full:
+            monkeypatch.setattr(store, "_file", full)
+            result = run(PLAN, progress=progress)
+            monkeypatch.undo()
     assert result.exit_code == 3
-    assert "no space left" in result.broken
-    assert shown(result.unwritten) == shown(result.rows)
-    assert result.rows
-
-
-KILLED = Plan(("eager", "planted:none-grad"), (NAME,))
-
-
-def command(path: Path, processes: int) -> list[str]:
-    words = ["run", "-s", "eager", "-s", "planted:none-grad", "-c", NAME, "--device", "cpu"]
-    return [sys.executable, "-m", "gradparity", *words, "-n", str(processes), "--store", str(path)]
-
-
-def count(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with Store(path) as store:
-        return len(store.rows())
+    assert "No space left" in result.ending.broken
+    assert "it continues" in result.ending.broken
+    assert len(result.ending.unwritten) == 1
 
 
 def test_a_campaign_that_was_killed_gives_what_one_that_ran_through_gives(tmp_path: Path) -> None:
-    """SIGKILL to the controller, in the middle; its worker ends by itself when the pipe breaks."""
-    whole = run(replace(KILLED, processes=0), None, Listener())
-    path, settings = tmp_path / "killed.db", {**os.environ, "COLUMNS": "200"}
-    process = subprocess.Popen(command(path, 1), stdout=subprocess.DEVNULL, env=settings)
-    until = time.monotonic() + 60
-    while count(path) < 5 and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert 5 <= count(path) < len(whole.rows)
-    again = subprocess.run(command(path, 0), capture_output=True, text=True, env=settings, check=False)
-    assert (again.returncode, "goes on with run" in again.stdout) == (whole.exit_code, True), again.stdout
+    """SIGKILL, in the middle."""
+    path = tmp_path / "killed.db"
+    words = ["run", "-s", "eager", "-s", "planted:none-grad", "-c", NAME, "--device", "cpu"]
+    words += ["--limit-per-corpus", "4", "-n", "0", "--store", str(path)]
+    killed_after(3, *words)
+    with Store(path, create=False) as store:
+        assert (len(store.rows()), [run.finished for run in store.runs()]) == (3, [None])
+    whole = run(PLAN)
+    again = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert (again.exit_code, "continues run" in again.stdout) == (whole.exit_code, True), again.stdout
     with Store(path) as store:
         assert len(store.runs()) == 1
         assert shown(store.rows()) == shown(whole.rows)
 
 
 def test_cases_run_in_the_order_that_a_number_decides(whole: Campaign) -> None:
-    campaigns = [run(replace(PLAN, shuffle=number), None, Listener()) for number in (1, 1, 2)]
+    campaigns = [run(replace(PLAN, shuffle=number)) for number in (1, 1, 2)]
     orders = [[row.case for row in campaign.rows] for campaign in campaigns]
     assert orders[0] == orders[1] != orders[2] != [row.case for row in whole.rows]
     assert all(sorted(order) == sorted(row.case for row in whole.rows) for order in orders)
@@ -159,6 +128,5 @@ def test_cases_run_in_the_order_that_a_number_decides(whole: Campaign) -> None:
 
 def test_another_order_goes_on_where_the_first_was_interrupted(whole: Campaign, tmp_path: Path) -> None:
     path = tmp_path / "results.db"
-    assert stored(path, replace(PLAN, shuffle=1), Listener(interrupt_after=3)).interrupted
-    again = Listener()
-    assert shown(stored(path, replace(PLAN, shuffle=2), again).rows) == shown(whole.rows)
+    assert stored(path, replace(PLAN, shuffle=1), Interrupting(3)).ending.interrupted
+    assert shown(stored(path, replace(PLAN, shuffle=2)).rows) == shown(whole.rows)

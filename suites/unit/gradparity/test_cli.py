@@ -97,7 +97,7 @@ def test_2_when_interrupted(monkeypatch) -> None:
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(campaign, "_take", interrupted)
+    monkeypatch.setattr(campaign.Corpora, "entries", interrupted)
     assert run("--subject", "eager").exit_code == 2
 
 
@@ -121,7 +121,7 @@ def test_5_when_nothing_ran() -> None:
     assert run("--subject", "eager", "--match", "no such case").exit_code == 5
 
 
-def test_show_prints_the_errors() -> None:
+def test_show_prints_the_errors(in_this_process: None) -> None:
     case = f"{NAME}::{corpus(NAME).chunks()[0]}::0"
     result = invoke("show", case, "--subject", "planted:scale-grad", "--device", "cpu")
     assert result.exit_code == 0

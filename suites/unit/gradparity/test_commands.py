@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from gradparity.campaign import Campaign
 from gradparity.cli import COMMANDS, app, demo, doctor
-from gradparity.cli import progress as progress_module
-from gradparity.cli.progress import Plain, Screen, Tally, watching
+from gradparity.cli.progress import View, watching
 from gradparity.store.store import Store
 from gradparity.verdict import Row, Verdict
 
@@ -20,6 +20,10 @@ RUN = ("run", "-c", NAME, "-n", "0", "--device", "cpu", "--limit-per-corpus", "2
 
 def invoke(*words: str) -> Result:
     return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+@pytest.fixture(autouse=True)
+def _workers(in_this_process: None) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def test_run_keeps_results_and_writes_all_files(tmp_path: Path) -> None:
         (("--shard", "5/2"), "not a shard"),
         (("--check", "luck"), "unknown check 'luck'"),
         (("--executor", "moon"), "unknown executor 'moon'"),
-        (("--store", __file__), "is damaged"),
+        (("--store", __file__), "is no store of gradparity"),
     ],
 )
 def test_usage_errors_of_run_are_one_line_and_4(words: tuple[str, ...], said: str) -> None:
@@ -110,15 +114,21 @@ def test_replay_says_whether_finds_are_as_before(tmp_path: Path, store: Path) ->
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("subject", ["planted:exit", "planted:deaf-hang"])
-def test_what_ends_its_process_ends_no_command(tmp_path: Path, subject: str) -> None:
+@pytest.mark.parametrize(
+    ("subject", "verdict", "symptom"),
+    [("planted:exit", Verdict.CRASH, "crash"), ("planted:deaf-hang", Verdict.TIMEOUT, "timeout")],
+)
+def test_what_ends_its_process_ends_no_command(
+    tmp_path: Path, subject: str, verdict: Verdict, symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # in a worker
     words = (f"{NAME}::MulGenVmapAutogradFunction::0", "-s", subject, "--device", "cpu", "--timeout", "1")
-    shown = invoke("show", *words)
-    assert (shown.exit_code, f" {subject}  " in shown.stdout) == (0, True), shown.stdout
-    row = next(line for line in shown.stdout.splitlines() if line.startswith(("CRASH", "TIMEOUT")))
-    verdict, symptom = row.split()[0], "crash" if "exit" in subject else "timeout"
+    if verdict is Verdict.CRASH:
+        shown = invoke("show", *words)
+        assert (shown.exit_code, f"CRASH        {subject}  " in shown.stdout) == (0, True), shown.stdout
+        return
     lines = tmp_path / "o.jsonl"
-    lines.write_text(json.dumps(Row(words[0], 0, NAME, subject, Verdict(verdict), symptom).to_json()) + "\n")
+    lines.write_text(json.dumps(Row(words[0], 0, NAME, subject, verdict, symptom).to_json()) + "\n")
     again = invoke("replay", str(lines), "--device", "cpu", "--timeout", "1")
     assert (again.exit_code, "1 as before" in again.stdout) == (0, True), again.stdout
 
@@ -183,42 +193,34 @@ def test_subjects_and_corpora_are_listed() -> None:
 
 
 class TestProgress:
-    ROWS = (
-        Row("c::a", 0, "c", "s", Verdict.AGREE),
-        Row("c::b", 0, "c", "s", Verdict.DIVERGE, "values", "why"),
-    )
+    ROW = Row("c::b", 0, "c", "s", Verdict.DIVERGE, "values", "why")
 
-    def test_a_tally_tells_counts_and_the_time_left(self, monkeypatch) -> None:
-        tally = Tally()
-        for row in self.ROWS:
-            tally.add(row)
-        assert tally.describe() == "2 cases: 1 AGREE, 1 DIVERGE; 1 divergences"
-        assert tally.seconds_left() is None
-        tally.total, tally.done = 4, 1
-        monkeypatch.setattr(progress_module.time, "monotonic", lambda: tally.began + 10)
-        assert tally.seconds_left() == 30
+    def campaign(self, *ended: str) -> Campaign:
+        made = Campaign(rows=[self.ROW], found=[self.ROW], total=4, ended={*ended})
+        made.verdicts[self.ROW.verdict] += 1
+        return made
+
+    def test_a_campaign_tells_counts_and_the_time_left(self) -> None:
+        assert self.campaign().describe() == "0/4 units; 1 cases: 1 DIVERGE; 1 divergences"
+        campaign = self.campaign("s c::b")
+        campaign.began -= 10
+        assert campaign.describe().startswith("1/4 units, about 30 s left; ")
 
     def test_plain_lines_come_now_and_then(self) -> None:
         console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-        listener = Plain(console, every=0.0)
-        listener.units(2)
-        listener.row(self.ROWS[1])
-        listener.unit_done()
-        said = console.export_text().splitlines()
-        assert said[0] == "0/2 units; 1 cases: 1 DIVERGE; 1 divergences"
-        assert said[1].startswith("1/2 units, about 0 s left")
+        campaign = self.campaign()
+        View(console, every=60.0)(campaign)
+        View(console, every=0.0)(campaign)
+        assert console.export_text().splitlines() == [campaign.describe()]
 
     def test_a_terminal_gets_a_bar_and_the_last_finds(self) -> None:
         console = Console(record=True, width=120, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        with watching(console) as listener:
-            assert isinstance(listener, Screen)
-            listener.units(2)
-            listener.row(self.ROWS[1])
-            listener.unit_done()
-            shown = listener._live.get_renderable()
+        with watching(console) as view:
+            view(self.campaign("s c::b"))
+            shown = view._live.get_renderable()
         with console.capture() as captured:
             console.print(shown)
-        assert "1/2" in captured.get()
+        assert "1/4" in captured.get()
         assert "c::b" in captured.get()
 
 

@@ -6,7 +6,6 @@ a field that is missing, nesting without end. Which changes there are depends on
 
 import copy
 import json
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from typer.testing import CliRunner
 from gradparity import expected, settings
 from gradparity.cli import app
 from gradparity.errors import GradparityError
-from gradparity.fuzzing import diary
 from gradparity.fuzzing.find import Find, Folder
 from gradparity.generate.script import Script, Step
 from gradparity.signature import signature_of
 from gradparity.store.lines import line, read_lines
-from gradparity.store.store import Store
+from gradparity.store.store import HEADER, CaseDone, Store
 from gradparity.verdict import Row, Verdict
 
 ROW = Row(
@@ -39,11 +37,12 @@ ROW = Row(
 )
 SCRIPT = Script(steps=(Step(title="a", lines=("x = 1",)),))
 FIND = Find("eager", "generated::views::1", 1, SCRIPT, SCRIPT, signature_of(ROW), ROW)
-STATE = {"cases": 1, "seconds": 2.0, "verdicts": {"AGREE": 1}, "lost": ["x"]}
-DIARY = (
-    {"format": diary.FORMAT, "version": diary.VERSION, "campaign": {}},
-    {"find": ROW.to_json()},
-    {"number": 1, "state": STATE, "row": ROW.to_json()},
+RUN = {"id": "a", "campaign": "c", "plan": {"shard": "1/2"}, "versions": {"torch": "2"}, "started": 1.0}
+STORE: tuple[Any, ...] = (
+    json.loads(HEADER),
+    {"kind": "run"} | RUN,
+    {"kind": "case", "of": "a"} | CaseDone("u", 0, ROW, {"verdict": "AGREE", "lost": ["x"]}).to_json(),
+    {"kind": "unit", "of": "a", "unit": "u", "error": "why"},
 )
 EXPECTED = """
 [[expected]]
@@ -90,11 +89,16 @@ def lines(*rows: Any) -> bytes:
     return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
-def diaries() -> Iterator[bytes]:
-    whole = lines(*DIARY)
-    yield from cut(whole)
-    for i, one in enumerate(DIARY):
-        yield from (lines(*DIARY[:i], other, *DIARY[i + 1 :]) for other in changed(one))
+def stores() -> Iterator[bytes]:
+    yield from cut(lines(*STORE))
+    for i, one in enumerate(STORE):
+        yield from (lines(*STORE[:i], other, *STORE[i + 1 :]) for other in changed(one))
+
+
+def opened(path: Path) -> None:
+    """Reads a store, as a command that may write it does."""
+    with Store(path) as store:
+        store.rows()
 
 
 def tables(text: str) -> Iterator[bytes]:
@@ -120,7 +124,7 @@ def report_of(path: Path) -> None:
 KINDS: dict[str, tuple[str, Callable[[Path], object], Callable[[], Iterator[bytes]]]] = {
     "rows": ("rows.jsonl", read_lines, lambda: (lines(other) for other in changed(ROW.to_json()))),
     "rows, cut": ("rows.jsonl", report_of, lambda: cut(line(ROW).encode())),
-    "diary": ("campaign.jsonl", diary.read, diaries),
+    "store": ("s.db", opened, stores),
     "find": ("f.json", lambda path: Folder(path.parent).finds(), lambda: map(lines, changed(FIND.to_json()))),
     "find, cut": ("f.json", lambda path: Folder(path.parent).finds(), lambda: cut(lines(FIND.to_json()))),
     "expected": ("expected.toml", expected.load, lambda: tables(EXPECTED)),
@@ -155,23 +159,17 @@ def test_an_exhibit_of_another_form_is_one_error(exhibit: Any, tmp_path: Path) -
         assert "rows.jsonl" in str(error)  # noqa: PT017 - not all of it is shown
 
 
-@pytest.mark.parametrize("column", ["row", "plan", "versions", "started", "id"])
-@pytest.mark.parametrize("value", ["", "3", "[]", "{", "{}", '{"shard": "x"}', DEEP, b"\xff"])
-def test_a_damaged_store_is_one_error(column: str, value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", range(1, len(STORE)))
+@pytest.mark.parametrize("value", ["", 3, [], {}, {"shard": "x"}, None])
+def test_a_damaged_store_is_one_error(line: int, value: object, tmp_path: Path) -> None:
     path = tmp_path / "s.db"
-    with Store(path) as store:
-        run, _ = store.begin("c", {"shard": "1/2"}, {})
-        store.add(run.id, "u", 0, ROW)
-    connection = sqlite3.connect(path)
-    with connection:
-        table = "steps" if column == "row" else "runs"
-        connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
-    connection.close()
-    for words in (["report", str(path)], ["merge", str(path), "--out", str(tmp_path / "all.db")]):
-        done = CliRunner().invoke(app, words)
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        assert done.exit_code in (0, 4)
-        assert done.exit_code == 0 or "s.db" in done.stderr
+    for key in STORE[line]:
+        path.write_bytes(lines(*STORE[:line], STORE[line] | {key: value}, *STORE[line + 1 :]))
+        for words in (["report", str(path)], ["merge", str(path), "--out", str(tmp_path / "all.db")]):
+            done = CliRunner().invoke(app, words)
+            assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+            assert done.exit_code in (0, 4)
+            assert done.exit_code == 0 or "s.db" in done.stderr
 
 
 FOREIGN = (

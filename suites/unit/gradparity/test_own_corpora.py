@@ -1,5 +1,6 @@
 """Corpora of the user's: folders, entry points of other packages, the finds of a store."""
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import torch
 from gradparity.case import Case
 from gradparity.corpus import registry
 from gradparity.corpus.autograd_function_db import autograd_function_db
-from gradparity.corpus.finds import FindsCorpus
 from gradparity.corpus.folder import FolderCorpus
 from gradparity.corpus.scenario import registered
 from gradparity.differential import compare
 from gradparity.errors import CorpusError, StoreError, UnknownNameError
-from gradparity.store.store import Store
+from gradparity.store.store import CaseDone, Store
+from gradparity.stored import FindsCorpus
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 
@@ -93,12 +94,12 @@ def test_the_finds_of_a_store_are_a_corpus(tmp_path: Path) -> None:
     row = Row(case.address, 7, "scenarios", "s", Verdict.DIVERGE, "values", signature="abcd")
     with Store(path) as store:
         run, _ = store.begin("digest", {}, {})
-        store.add(run.id, "unit", 0, row)
-        store.add(run.id, "unit", 1, Row("scenarios::other", 0, "scenarios", "s", Verdict.AGREE))
-    corpus = FindsCorpus(str(path), registry.program)
+        store.add(run.id, CaseDone("unit", 0, row))
+        store.add(run.id, CaseDone("unit", 1, replace(row, case="scenarios::other", verdict=Verdict.AGREE)))
+    corpus = FindsCorpus(str(path))
     assert corpus.chunks() == ["abcd"]
     (program,) = corpus.programs("abcd", CPU, 0)
     assert program.case == Case(f"finds:{path}", "abcd", None, 7)
     assert program.body is registered()[case.name].body
     with pytest.raises(StoreError, match="no store at"):
-        FindsCorpus(str(tmp_path / "none.db"), registry.program).chunks()
+        FindsCorpus(str(tmp_path / "none.db")).chunks()

@@ -1,17 +1,16 @@
 """The store: rows come back, also after a crash; a file that is no store, or a full disk, is told clearly."""
 
 import json
+import multiprocessing
 import sqlite3
-import threading
 from pathlib import Path
 
 import pytest
 
 from gradparity.errors import StoreError, StoreFullError
-from gradparity.store import schema
 from gradparity.store.lines import read_lines, write_lines
 from gradparity.store.merge import merge
-from gradparity.store.store import Run, Store
+from gradparity.store.store import HEADER, CaseDone, Run, Store, UnitDone
 from gradparity.verdict import Row, Verdict
 
 VERSIONS = {"torch": "2"}
@@ -25,7 +24,7 @@ def filled(path: Path, shard: str | None = None, *numbers: int, campaign: str = 
     with Store(path) as store:
         run, _ = store.begin(campaign, {"shard": shard}, VERSIONS)
         for number in numbers:
-            store.add(run.id, f"unit {number}", 0, row(number))
+            store.add(run.id, CaseDone(f"unit {number}", 0, row(number)))
         store.finish(run.id)
         return store.runs()[-1]
 
@@ -41,23 +40,25 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_is_written_twice_is_there_once(tmp_path: Path) -> None:
-    with Store(tmp_path / "s.db") as store:
+    path = tmp_path / "s.db"
+    with Store(path) as store:
         run, _ = store.begin("digest", {}, VERSIONS)
         for _ in range(2):
-            store.add(run.id, "unit", 0, row(0))
-        store.flush()
+            store.add(run.id, CaseDone("unit", 0, row(0)))
+            store.add(run.id, UnitDone("unit"))
         assert len(store.rows()) == 1
+    assert len(path.read_text().splitlines()) == 4
 
 
-def test_a_finding_is_on_the_disk_at_once(tmp_path: Path) -> None:
+def test_each_entry_is_in_the_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     store = Store(path)
     run, _ = store.begin("digest", {}, VERSIONS)
-    store.add(run.id, "unit", 0, row(0))
-    with Store(path, create=False) as other:
-        assert other.rows() == []  # an agreement waits a moment
-        store.add(run.id, "unit", 1, row(1, Verdict.DIVERGE))
-        assert len(other.rows()) == 2
+    for number in range(2):
+        store.add(run.id, CaseDone("unit", number, row(number), {"seconds": 1.5}))
+        with Store(path, create=False) as other:
+            assert other.entries(run.id) == store.entries(run.id)
+            assert len(other.rows()) == number + 1
 
 
 def test_an_unfinished_run_goes_on_and_a_finished_one_does_not(tmp_path: Path) -> None:
@@ -77,40 +78,46 @@ def test_a_run_of_another_torch_does_not_go_on(tmp_path: Path) -> None:
 
 
 def garbage(path: Path) -> None:
-    path.write_bytes(b"no database at all, but long enough to be taken for one" * 40)
+    path.write_bytes(b"no store at all, but long enough to be taken for one\n" * 40)
+
+
+def rows_only(path: Path) -> None:
+    write_lines([row(1)], path)
 
 
 def torn(path: Path) -> None:
-    filled(path, None, 1)
-    path.write_bytes(path.read_bytes()[:5000])
+    filled(path, None, 1, 2)
+    path.write_bytes(path.read_bytes().replace(b'"kind"', b'"ki\nnd"', 2))
 
 
-def foreign(path: Path) -> None:
+def of_sqlite(path: Path) -> None:
     with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE cats (name TEXT)")
+        connection.execute("CREATE TABLE meta (name TEXT)")
 
 
 def newer(path: Path) -> None:
     filled(path, None, 1)
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE meta SET value = '99' WHERE key = 'version'")
+    path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 99', 1))
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (garbage, "is damaged"),
-        (torn, "is damaged"),
-        (foreign, "no store of gradparity"),
+        (garbage, "no store of gradparity"),
+        (rows_only, "no store of gradparity"),
+        (torn, r"s\.db:2 is no line of a store"),
+        (of_sqlite, "version 1 of the format"),
         (newer, "version 99 of the format"),
     ],
 )
 def test_a_file_that_is_no_store_says_so_and_what_to_do(tmp_path: Path, spoil, said: str) -> None:
     path = tmp_path / "s.db"
     spoil(path)
+    before = path.read_bytes()
     with pytest.raises(StoreError, match=said) as caught, Store(path) as store:
         store.rows()
     assert "try " in str(caught.value)
+    assert path.read_bytes() == before
 
 
 def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path) -> None:
@@ -119,65 +126,56 @@ def test_a_store_that_is_not_there_is_not_made_by_reading(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_was_killed_while_it_was_made_is_none_yet(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("cut", [0, 10, len(HEADER) - 1, len(HEADER)])
+def test_a_store_that_was_killed_while_it_was_made_is_made_again(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "s.db"
-    with monkeypatch.context() as patch:
-        patch.setattr(schema, "TABLES", schema.TABLES.replace("CREATE TABLE units", "CREATE NONSENSE"))
-        with pytest.raises(StoreError):
-            Store(path)
-    assert path.exists()
+    path.write_bytes(HEADER[:cut])
+    with Store(path, create=False) as store:
+        assert store.runs() == []
     filled(path, None, 1)
     with Store(path, create=False) as store:
         assert store.rows() == [row(1)]
 
 
-def test_of_two_that_make_a_store_the_second_waits_and_takes_it(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_cut_off_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
-    first = sqlite3.connect(path)
-    first.execute("BEGIN IMMEDIATE")
-    for statement in filter(str.strip, schema.TABLES.split(";")):
-        first.execute(statement)
-    first.executemany(
-        "INSERT INTO meta VALUES (?, ?)", [("format", schema.FORMAT), ("version", schema.VERSION)]
-    )
-    stores: list[Run] = []
-    second = threading.Thread(target=lambda: stores.append(filled(path, None, 1)))
-    second.start()
-    second.join(0.3)
-    assert stores == []
-    first.commit()
-    first.close()
-    second.join()
-    assert len(stores) == 1
+    run = filled(path, None, 1)
+    with path.open("a") as file:
+        file.write('{"kind": "case", "of": ')
+    with Store(path, create=False) as store:
+        assert store.rows() == [row(1)]
+    with Store(path) as store:
+        store.add(run.id, CaseDone("unit 2", 0, row(2)))
+    with Store(path, create=False) as store:
+        assert store.rows() == [row(1), row(2)]
 
 
-def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
-    with Store(tmp_path / "s.db") as store:
+def write_many(path: Path, first: int) -> None:
+    filled(path, None, *range(first, first + 200), campaign=str(first))
+
+
+def test_two_processes_write_to_one_store(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=write_many, args=(path, first)) for first in (0, 200)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    with Store(path, create=False) as store:
+        assert len(store.runs()) == 2
+        assert {item.case for item in store.rows()} == {f"c::n::{number}" for number in range(400)}
+
+
+def test_a_full_disk_loses_no_row(tmp_path: Path, monkeypatch) -> None:
+    with Store(tmp_path / "s.db") as store, open("/dev/full", "wb", buffering=0) as full:
         run, _ = store.begin("digest", {}, VERSIONS)
-        pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
-        store._connection.execute(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(StoreFullError, match="no space left"):
-            add_many(store, run)
-        written = len(store.rows())
-        assert [item.case for item in store.unwritten] == [f"c::n::{written}"]
-
-
-def test_a_store_in_use_says_so(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(schema, "BUSY", 0.1)
-    path = tmp_path / "s.db"
-    filled(path, None, 1)
-    other = sqlite3.connect(path)
-    other.execute("BEGIN EXCLUSIVE")
-    try:
-        with pytest.raises(StoreError, match="in use by another process"), Store(path) as store:
-            store.begin("digest", {}, VERSIONS)
-    finally:
-        other.close()
-
-
-def add_many(store: Store, run: Run) -> None:
-    for number in range(1000):
-        store.add(run.id, "unit", number, row(number, Verdict.DIVERGE))
+        store.add(run.id, CaseDone("unit", 0, row(0)))
+        monkeypatch.setattr(store, "_file", full)
+        with pytest.raises(StoreFullError, match="it continues"):
+            store.add(run.id, CaseDone("unit", 1, row(1)))
+        monkeypatch.undo()
+        assert (store.rows(), store.unwritten) == ([row(0)], [row(1)])
 
 
 class TestLines:
@@ -227,10 +225,10 @@ class TestMerge:
         plan, versions, out = {"seed": 1}, {"torch": "1"}, tmp_path / "all.db"
         with Store(tmp_path / "1.db") as store:
             run, _ = store.begin("c", plan, versions)
-            store.add(run.id, "u", 0, row(1))
+            store.add(run.id, CaseDone("u", 0, row(1)))
         merge([tmp_path / "1.db"], out)
         with Store(tmp_path / "1.db") as store:
-            store.add(run.id, "u", 1, row(2))
+            store.add(run.id, CaseDone("u", 1, row(2)))
             store.finish(run.id)
             (ended,) = store.runs()
         assert merge([tmp_path / "1.db"], out) == 2

@@ -16,11 +16,11 @@ from gradparity.corpus.base import Program
 from gradparity.generate.load import body_of_sources
 from gradparity.generate.script import widened
 from gradparity.generate.twins import twins as rewritten
-from gradparity.observe import Body, observe
+from gradparity.observe import observe
 from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.oracles.judge import Judgement, judge
 from gradparity.outcome import Outcome
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
 from gradparity.verdict import Finding, Verdict

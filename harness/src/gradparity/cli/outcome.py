@@ -56,9 +56,9 @@ def print_campaign(console: Console, plan: campaign.Plan, result: campaign.Campa
     for entry in result.stale:
         told = f"stale entry, nothing is so any more: {entry.describe()}"
         console.print(told, style="red", markup=False, soft_wrap=True)
-    if result.broken:
-        console.print(f"error: {result.broken}", style="red", markup=False, soft_wrap=True)
-    for row in result.unwritten:
+    if result.ending.broken:
+        console.print(f"error: {result.ending.broken}", style="red", markup=False, soft_wrap=True)
+    for row in result.ending.unwritten:
         console.print(f"not written: {line(row).strip()}", markup=False, soft_wrap=True)
     console.print(summary(result), markup=False, soft_wrap=True)
 
@@ -85,4 +85,4 @@ def summary(result: campaign.Campaign) -> str:
         text += f", {own} stock's own"
     if result.stale:
         text += f"; {len(result.stale)} stale expected entries"
-    return text + ("; interrupted" if result.interrupted else "")
+    return text + ("; interrupted" if result.ending.interrupted else "")

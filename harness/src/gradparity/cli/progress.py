@@ -1,26 +1,19 @@
 """The live view of a campaign: progress, time left, verdicts so far, the last finds; plain lines where
 output is no terminal.
 
-In: what a campaign tells its listener. Out: something on the console.
+In: where a campaign stands, after each message. Out: something on the console.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from gradparity import report
@@ -28,111 +21,55 @@ from gradparity.verdict import Row
 
 EVERY = 10.0
 """Seconds between two plain lines."""
+SHOWN = 5
+"""How many of the last finds a terminal shows."""
 
 
-class Tally:
-    """What there is to tell at any moment."""
+class Campaign(Protocol):
+    """As much of a campaign as a view shows."""
 
-    def __init__(self) -> None:
-        self.total = self.done = self.cases = self.finds = 0
-        self.verdicts: Counter[str] = Counter()
-        self.last: deque[Row] = deque(maxlen=5)
-        self.began = time.monotonic()
+    @property
+    def total(self) -> float | None:
+        """How much there is to do; None: nobody knows."""
 
-    def add(self, row: Row) -> None:
-        """Counts a row."""
-        self.cases += 1
-        self.verdicts[report.column(row)] += 1
-        if row.is_find:
-            self.finds += 1
-            self.last.append(row)
+    @property
+    def completed(self) -> float:
+        """How much of it is done."""
+
+    @property
+    def found(self) -> Sequence[Row]:
+        """The finds, the last one last."""
 
     def describe(self) -> str:
         """One line."""
-        counted = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
-        return f"{self.cases} cases: {counted or 'none yet'}; {self.finds} divergences"
-
-    def seconds_left(self) -> float | None:
-        """By the units so far; None before the first is done."""
-        if not self.done:
-            return None
-        return (time.monotonic() - self.began) / self.done * (self.total - self.done)
 
 
-class Plain:
-    """A listener that prints a line now and then."""
+class View:
+    """Tells where a campaign stands: in a bar, or in a line now and then."""
 
-    def __init__(self, console: Console, every: float = EVERY) -> None:
-        self._console, self._every = console, every
-        self._tally, self._next = Tally(), time.monotonic() + every
+    def __init__(self, console: Console, live: Live | None = None, every: float = EVERY) -> None:
+        self._console, self._live, self._every = console, live, every
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("", total=None)
+        self._next = time.monotonic() + every
 
-    def units(self, total: int) -> None:
-        """How many units there are."""
-        self._tally.total = total
-
-    def unit_done(self) -> None:
-        """A unit is finished."""
-        self._tally.done += 1
-        self._tell()
-
-    def row(self, row: Row) -> None:
-        """A row is there."""
-        self._tally.add(row)
-        self._tell()
-
-    def _tell(self) -> None:
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + self._every
-        left = self._tally.seconds_left()
-        time_left = "" if left is None else f", about {left:.0f} s left"
-        text = f"{self._tally.done}/{self._tally.total} units{time_left}; {self._tally.describe()}"
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class Screen:
-    """A listener that redraws a few lines of the terminal."""
-
-    def __init__(self, progress: Progress, live: Live) -> None:
-        self._progress, self._live = progress, live
-        self._task = progress.add_task("loading", total=None)
-        self._tally = Tally()
-
-    def units(self, total: int) -> None:
-        """How many units there are."""
-        self._tally.total = total
-        self._progress.update(self._task, total=total)
-
-    def unit_done(self) -> None:
-        """A unit is finished."""
-        self._tally.done += 1
-        self._progress.advance(self._task)
-
-    def row(self, row: Row) -> None:
-        """A row is there."""
-        self._tally.add(row)
-        self._progress.update(self._task, description=f"{row.subject}  {row.case}")
-        self._live.update(drawn(self._progress, self._tally))
-
-
-def drawn(progress: Progress, tally: Tally) -> Group:
-    """The bar, the counts, the last finds."""
-    return Group(progress, Text(tally.describe()), *(report.line(row) for row in tally.last))
+    def __call__(self, campaign: Campaign) -> None:
+        """Tells, if it is time."""
+        if self._live is not None:
+            self._progress.update(self._task, total=campaign.total, completed=campaign.completed)
+            finds = (report.line(row) for row in campaign.found[-SHOWN:])
+            self._live.update(Group(self._progress, Text(campaign.describe()), *finds))
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every
+            self._console.print(campaign.describe(), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Plain | Screen]:
-    """The listener that suits this console."""
+def watching(console: Console) -> Iterator[View]:
+    """The view that suits this console."""
     if not console.is_terminal:
-        yield Plain(console)
+        yield View(console)
         return
-    progress = Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-    )
-    with Live(progress, console=console, transient=True) as live:
-        yield Screen(progress, live)
+    with Live(console=console, transient=True) as live:
+        yield View(console, live)

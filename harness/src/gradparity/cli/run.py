@@ -19,9 +19,8 @@ from gradparity.cli.progress import watching
 from gradparity.corpus import registry as corpora
 from gradparity.executors.registry import Resources
 from gradparity.expected import Known
-from gradparity.journal import Journal
 from gradparity.shard import Shard
-from gradparity.store.store import Run, Store
+from gradparity.store.store import Progress, Run, Store
 from gradparity.verdict import Row
 from gradparity.versions import versions
 
@@ -91,16 +90,16 @@ def through(
 ) -> tuple[campaign.Campaign, list[tuple[Run, list[Row]]]]:
     """Runs the plan, with a store if there is a path. Returns the campaign and all runs of the store."""
     with ExitStack() as stack:
-        if path is None:
-            with watching(console) as listener:
-                return campaign.run(plan, known, listener), []
-        campaign.units(plan)  # what cannot be run at all is no run
-        store = stack.enter_context(Store(path))
-        journal = Journal(store, plan.campaign, plan.identity(), versions())
-        if journal.continued:
-            console.print(
-                f"goes on with run {journal.run.id}: {len(journal.rows())} cases are there", markup=False
-            )
-        with watching(console) as listener:
-            result = campaign.run(plan, known, listener, journal)
-        return result, [] if result.broken else [(run, store.rows(run.id)) for run in store.runs()]
+        progress = None
+        if path is not None:
+            campaign.units(plan)  # what cannot be run at all is no run
+            store = stack.enter_context(Store(path))
+            progress = Progress.of(store, plan.campaign, plan.identity(), versions())
+            if progress.continued:
+                there = len(store.rows(progress.run.id))
+                console.print(f"continues run {progress.run.id}: {there} cases are there", markup=False)
+        with watching(console) as view:
+            result = campaign.run(plan, known, lambda campaign, entry: view(campaign), progress)
+        if progress is None or result.ending.broken:
+            return result, []
+        return result, [(run, progress.store.rows(run.id)) for run in progress.store.runs()]

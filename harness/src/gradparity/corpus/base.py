@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from gradparity.case import Case
-from gradparity.observe import Body
+from gradparity.probe import Body
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from gradparity.generate.draw import drawn
 from gradparity.generate.load import body_of
 from gradparity.generate.policies import POLICIES
 from gradparity.generate.script import Script
-from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 
 NAME = "generated"
 COUNT = 100

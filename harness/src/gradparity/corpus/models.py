@@ -14,8 +14,7 @@ import torch
 from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.errors import UnavailableError, UnknownNameError
-from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 
 VOCABULARY = 97
 LENGTH = 12

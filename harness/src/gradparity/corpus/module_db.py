@@ -20,8 +20,7 @@ from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.corpus.op_info import corpus_name, seed_everything
 from gradparity.errors import UnknownNameError
-from gradparity.observe import Body
-from gradparity.probe import WIDER, Probe
+from gradparity.probe import WIDER, Body, Probe
 
 
 class ModuleCorpus:

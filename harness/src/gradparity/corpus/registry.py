@@ -7,18 +7,17 @@ without arguments that returns a Corpus), folders, and the finds of a store.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import entry_points
 
 import torch
 
-import gradparity.corpus.scenarios as _scenarios  # noqa: F401 - importing the package registers its scenarios
-from gradparity.case import Case
+from gradparity.case import SEPARATOR, Case
 from gradparity.corpus.autograd_function_db import autograd_function_db
 from gradparity.corpus.base import Addressed, Corpus, Program
 from gradparity.corpus.demo import DemoCorpus
-from gradparity.corpus.finds import FindsCorpus
 from gradparity.corpus.folder import FolderCorpus
 from gradparity.corpus.generated import GeneratedCorpus
 from gradparity.corpus.hop_db import hop_db
@@ -74,7 +73,10 @@ def corpus(name: str) -> Corpus:
     if form == "folder" and rest:
         return FolderCorpus(rest)
     if form == "finds" and rest:
-        return FindsCorpus(rest, program)
+        made: Corpus = importlib.import_module("gradparity.stored").FindsCorpus(
+            rest
+        )  # only the tester has stores
+        return made
     if name in (others := provided()):
         return others[name]()
     raise UnknownNameError("corpus", name, [*others, *FORMS, *NAMED])
@@ -107,3 +109,9 @@ def program(case: Case, device: torch.device) -> Program:
         found += 1
     known = [f"{case.corpus}::{case.name}::0 … {found - 1}"] if found else []
     raise UnknownNameError("case", case.address, known)
+
+
+def imported_by(case: str) -> str:
+    """The folder, file or store that the address of a case names to be imported; "" if it names none."""
+    form, _, place = case.partition(SEPARATOR)[0].partition(":")
+    return place if form in ("folder", "finds") else ""

@@ -5,6 +5,7 @@ In: plain functions `def name(p: Probe) -> None` with a one-sentence docstring. 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.errors import CaseError, UnknownNameError
-from gradparity.observe import Body
+from gradparity.probe import Body
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,12 @@ def program_of(item: Scenario, case: Case) -> Program:
 
 
 def registered() -> dict[str, Scenario]:
-    """All scenarios imported so far, by name."""
+    """All hand-written scenarios, by name. They are imported when somebody first asks: that takes seconds."""
+    _TARGETS.append(_REGISTERED)
+    try:
+        importlib.import_module("gradparity.corpus.scenarios")
+    finally:
+        _TARGETS.pop()
     return dict(_REGISTERED)
 
 
@@ -95,10 +101,11 @@ class ScenarioCorpus:
 
     def chunks(self) -> list[str]:
         """Names of all scenarios, in order of registration."""
-        return list(_REGISTERED)
+        return list(registered())
 
     def programs(self, chunk: str, device: torch.device, seed: int) -> Iterable[Program]:
         """The one program of this scenario."""
-        if chunk not in _REGISTERED:
-            raise UnknownNameError("scenario", chunk, sorted(_REGISTERED))
-        yield program_of(_REGISTERED[chunk], Case(self.name, chunk, None, seed))
+        known = registered()
+        if chunk not in known:
+            raise UnknownNameError("scenario", chunk, sorted(known))
+        yield program_of(known[chunk], Case(self.name, chunk, None, seed))

@@ -18,10 +18,9 @@ import torch
 
 from gradparity.case import Case
 from gradparity.generate.chance import Chance
-from gradparity.generate.plain import PLAIN
 from gradparity.generate.policy import Policy
 from gradparity.generate.script import IMPORTS
-from gradparity.probe import Probe
+from gradparity.probe import Probe, Way
 
 LONGEST = 1 << 13
 """No tensor has more elements."""
@@ -45,7 +44,7 @@ class Draft:
 
     def __init__(self, chance: Chance, policy: Policy) -> None:
         self.chance, self.policy = chance, policy
-        self.probe = Probe(Case("generated", policy.name), PLAIN, torch.float32, torch.device("cpu"))
+        self.probe = Probe(Case("generated", policy.name), Way(), torch.float32, torch.device("cpu"))
         self.env: dict[str, Any] = _names() | {"p": self.probe}
         self.definitions: list[str] = []
         self.inputs: list[str] = []

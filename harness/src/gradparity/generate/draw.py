@@ -20,11 +20,10 @@ from gradparity.generate.draft import Draft, Rejected
 from gradparity.generate.forms import FORMS
 from gradparity.generate.intended import is_intended
 from gradparity.generate.load import body_of
-from gradparity.generate.plain import PLAIN
 from gradparity.generate.policies import POLICIES
 from gradparity.generate.policy import Policy
 from gradparity.generate.script import Script
-from gradparity.observe import numbers_of_python, observe
+from gradparity.observe import Observed, numbers_of_python, observe
 from gradparity.outcome import Outcome
 
 ATTEMPTS = 25
@@ -74,7 +73,7 @@ def run_in_eager(script: Script) -> Outcome:
     """What eager shows, on the CPU with seed 0. Raises Rejected if the script misuses the probe."""
     case = Case("generated", script.policy, script.seed)
     try:
-        return observe(case, body_of(script), PLAIN, torch.float32, torch.device("cpu"))
+        return observe(case, body_of(script), Observed(), torch.float32, torch.device("cpu"))
     except CaseError as error:
         raise Rejected(str(error)) from error
 

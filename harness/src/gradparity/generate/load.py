@@ -15,8 +15,7 @@ from typing import Any
 
 from gradparity.errors import CaseError
 from gradparity.generate.script import Script
-from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 
 KEEP = 32
 """How many modules stay known by name."""

@@ -1,4 +1,4 @@
-"""merge: several stores and files of rows into one store.
+"""merge: stores and files of rows into one store.
 
 In: paths. Out: one store. The same step of the same run counts once; the shards of one campaign become one
 run.
@@ -13,10 +13,9 @@ from typing import Any
 
 from gradparity.reading import written_by_us
 from gradparity.store.lines import read_lines
-from gradparity.store.store import Run, Store
+from gradparity.store.store import SQLITE, CaseDone, Run, Store, header_of
 
 _OURS = ("run of gradparity", "the store that gradparity run --store wrote")
-SQLITE_HEAD = b"SQLite format 3\x00"
 
 
 def merge(sources: list[Path], target: Path) -> int:
@@ -32,42 +31,33 @@ def merge(sources: list[Path], target: Path) -> int:
 
 
 def is_store(path: Path) -> bool:
-    """Whether the file is a database (or cannot be read, which opening it will say)."""
+    """Whether the file is a store (or cannot be read, which opening it will say)."""
     try:
         with path.open("rb") as file:
-            return file.read(len(SQLITE_HEAD)) == SQLITE_HEAD
+            head = file.readline(1 << 10)
     except OSError:
         return True
+    return head.startswith(SQLITE) or header_of(head) is not None
 
 
 def _add_store(source: Store, store: Store) -> None:
     for run in source.runs():
         target = _target(run, store)
-        _copy(source, run.id, store, target.id)
+        for entry in source.entries(run.id):
+            store.add(target.id, entry)
         ended, joined = target.plan.get("ended", []), target.plan.get("joined", {})
         if target.finished is None and joined and len(ended) == _total(run):
             store.finish(target.id)
-        elif target is run and run.finished is not None:  # the store may have it from before its end
-            store.finish(run.id, run.finished)
 
 
 def _add_lines(path: Path, store: Store) -> None:
     """The rows of a file as a run named for what stands in the file: added twice, it is there once."""
     rows = read_lines(path)
     name = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
-    run = Run(name, f"lines-{name}", {"lines": path.name}, {}, path.stat().st_mtime, path.stat().st_mtime)
-    store.add_run(run)
+    when = path.stat().st_mtime
+    store.add_run(Run(name, f"lines-{name}", {"lines": path.name}, {}, when, when))
     for step, row in enumerate(rows):
-        store.add(name, "lines", step, row)
-    store.flush()
-
-
-def _copy(source: Store, name: str, store: Store, target: str) -> None:
-    for unit, step, row in source.steps(name):
-        store.add(target, unit, step, row)
-    store.flush()
-    for unit, error in source.finished_units(name).items():
-        store.finish_unit(target, unit, error)
+        store.add(name, CaseDone("lines", step, row))
 
 
 def _target(run: Run, store: Store) -> Run:
@@ -76,17 +66,22 @@ def _target(run: Run, store: Store) -> Run:
     """
     shard = run.plan.get("shard")
     if not shard:
-        store.add_run(run)
+        known = {item.id: item for item in store.runs()}.get(run.id)
+        if known is None or known.finished is None:  # the store may have it from before its end
+            store.add_run(run)
         return run
     for item in store.runs():
         joined = item.plan.get("joined", {})
         same = (item.campaign, item.versions) == (run.campaign, run.versions)
         if joined and same and joined.get(shard, run.id) == run.id:
-            return store.replan(item, _with_shard(item.plan, shard, run))
+            return _planned(replace(item, plan=_with_shard(item.plan, shard, run)), store)
     plan = _with_shard({**run.plan, "shard": None, "joined": {}, "ended": []}, shard, run)
-    made = replace(run, id=f"{run.campaign[:8]}{run.id[:4]}", plan=plan, finished=None)
-    store.add_run(made)
-    return made
+    return _planned(replace(run, id=f"{run.campaign[:8]}{run.id[:4]}", plan=plan, finished=None), store)
+
+
+def _planned(run: Run, store: Store) -> Run:
+    store.add_run(run)
+    return run
 
 
 def _with_shard(plan: dict[str, Any], shard: str, run: Run) -> dict[str, Any]:

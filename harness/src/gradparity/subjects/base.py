@@ -1,25 +1,16 @@
 """Subject: one way of running a program's backward.
 
 In: a function to compile, or a backward to wrap. Out: contexts and wrappers; counters and notes about what it
-did.
+did. What a subclass may override stands in `probe.Way` and `observe.Observed`, and here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, TypeVar
-
-import torch
-
 from gradparity.errors import ReproError
-from gradparity.outcome import Outcome
-
-T = TypeVar("T")
+from gradparity.observe import Observed
 
 
-class Subject:
+class Subject(Observed):
     """Runs everything as eager does; the base of all others.
 
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
@@ -51,46 +42,6 @@ class Subject:
         raise ReproError(
             f"subject {self.name} has no form in plain torch\n  try    define Subject.script for it"
         )
-
-    def compile(self, target: T) -> T:
-        """Compiles a function or module, or returns it as it is."""
-        return target
-
-    def backward(self) -> AbstractContextManager[Any]:
-        """The context in which a program runs its backward."""
-        return nullcontext()
-
-    def training_step(self, step: Callable[..., T]) -> Callable[..., T]:
-        """A whole step that is called without its first argument, `backward`."""
-
-        def backward(loss: torch.Tensor) -> None:
-            with self.backward():
-                loss.backward()
-
-        return partial(step, backward)
-
-    def around(self) -> AbstractContextManager[Any]:
-        """A context around the whole program."""
-        return nullcontext()
-
-    def wrap_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Protects a recording hook from tracing, where the subject traces hooks."""
-        return hook
-
-    def begin(self) -> None:
-        """Remembers counters before a run."""
-
-    def compiles(self) -> int:
-        """Compiles since `begin`."""
-        return 0
-
-    def notes(self) -> tuple[str, ...]:
-        """What there is to say about the run since `begin`; "fallback: [code] reason" marks a fallback."""
-        return ()
-
-    def observed(self, outcome: Outcome) -> Outcome:
-        """A last look at the outcome; only planted faults change it."""
-        return outcome
 
     def reset(self, cold: bool) -> None:
         """Forgets what must not leak from one case into the next; everything, if the case is cold."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import gradparity.fuzz as campaigns
+import gradparity.loop as campaigns
 from gradparity.errors import CaseError, UnknownNameError
 from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Result, Unit
@@ -21,28 +21,27 @@ from gradparity.fuzzing.work import FuzzTask, fuzz_unit
 from gradparity.generate.draw import drawn_and_run
 from gradparity.generate.script import Script
 from gradparity.signature import Signature
+from gradparity.store.store import Entry
 from gradparity.verdict import Row, Verdict
 
 
-def campaign(subject: str, **options: object) -> tuple[FuzzSummary, list[Find], list[Row | None]]:
-    found: list[Find] = []
-    rows: list[Row | None] = []
+def campaign(subject: str, **options: object) -> FuzzSummary:
     made = {"processes": 0, "cases": 6, "policies": ("elementwise",), "shrink_seconds": 15.0} | options
-    summary = fuzz(FuzzOptions(subject, **made), found.append, lambda state, row: rows.append(row))  # type: ignore[arg-type]
-    return summary, found, rows
+    return fuzz(FuzzOptions(subject, **made), lambda state, entry: None)  # type: ignore[arg-type]
 
 
 def test_eager_is_as_eager() -> None:
-    summary, found, rows = campaign("eager", cases=12, policies=("views", "hooks", "functions"))
-    assert (summary.cases, found, summary.repeated, summary.lost) == (12, [], 0, [])
+    summary = campaign("eager", cases=12, policies=("views", "hooks", "functions"))
+    assert (summary.cases, summary.finds, summary.repeated, summary.lost) == (12, [], 0, [])
     assert summary.verdicts == {"AGREE": 12}
-    assert sum(row is not None for row in rows) == 12
+    assert len(summary.rows) == 12
     assert summary.rejected_share < 0.2
     assert summary.rate > 0
 
 
 def test_one_defect_is_one_find_however_often_it_shows() -> None:
-    summary, found, _ = campaign("planted:scale-grad", cases=4, seed=2)
+    summary = campaign("planted:scale-grad", cases=4, seed=2)
+    found = summary.finds
     assert len(found) == 1
     assert summary.repeated == summary.verdicts["DIVERGE"] - 1 > 0
     assert found[0].signature.symptom == "grad-values-bits"
@@ -51,14 +50,15 @@ def test_one_defect_is_one_find_however_often_it_shows() -> None:
 
 
 def test_what_is_known_is_no_news() -> None:
-    before, (find,), _ = campaign("planted:scale-grad", cases=2, seed=1)
-    summary, found, _ = campaign("planted:scale-grad", cases=2, seed=1, known=(find.signature,))
-    assert (found, summary.repeated) == ([], before.verdicts["DIVERGE"])
+    before = campaign("planted:scale-grad", cases=2, seed=1)
+    (find,) = before.finds
+    summary = campaign("planted:scale-grad", cases=2, seed=1, known=(find.signature,))
+    assert (summary.finds, summary.repeated) == ([], before.verdicts["DIVERGE"])
 
 
 def test_the_same_seed_finds_the_same() -> None:
     options = {"seed": 3, "cases": 2, "shrink_seconds": 0.0}
-    (_, one, _), (_, two, _) = (campaign("planted:none-grad", **options) for _ in range(2))
+    one, two = (campaign("planted:none-grad", **options).finds for _ in range(2))
     assert one
     assert [(item.address, item.shrunk) for item in one] == [(item.address, item.shrunk) for item in two]
 
@@ -80,7 +80,7 @@ def test_a_campaign_needs_an_end_and_names_that_exist() -> None:
 
 
 def test_it_ends_after_its_minutes() -> None:
-    summary, _, _ = campaign("eager", cases=None, minutes=0.02)
+    summary = campaign("eager", cases=None, minutes=0.02)
     assert 0 < summary.cases < 500
     assert summary.seconds >= 1.2
 
@@ -95,15 +95,15 @@ def test_workers_shrink_beside_one_another(monkeypatch) -> None:
                 yield replace(message, **took)
 
     monkeypatch.setattr(campaigns, "executor", lambda *args: Shrinking())
-    summary, _, _ = campaign("eager", processes=2, cases=2)
+    summary = campaign("eager", processes=2, cases=2)
     assert summary.shrinking == 60
     assert replace(summary, seconds=100.0).rate == 2 / 40
 
 
 @pytest.mark.timeout(120)
 def test_a_crash_costs_one_case() -> None:
-    summary, found, _ = campaign("planted:exit", processes=1, cases=2)
-    assert (summary.cases, len(summary.lost), found) == (2, 2, [])
+    summary = campaign("planted:exit", processes=1, cases=2)
+    assert (summary.cases, len(summary.lost), summary.finds) == (2, 2, [])
     assert "exit status 7" in summary.lost[0]
     assert "generated::elementwise::0" in summary.lost[0]
 
@@ -113,12 +113,12 @@ def test_a_case_that_cannot_be_drawn_costs_one_case(monkeypatch) -> None:
         return drawn_and_run(name, seed) if seed != 1 else 1 / 0
 
     monkeypatch.setattr(work, "drawn_and_run", drawn)
-    summary, found, rows = campaign("eager", cases=4)
-    assert (summary.verdicts, found, summary.repeated) == ({"AGREE": 3, "CRASH": 1}, [], 0)
+    summary = campaign("eager", cases=4)
+    assert (summary.verdicts, summary.finds, summary.repeated) == ({"AGREE": 3, "CRASH": 1}, [], 0)
     assert summary.lost == [
         "generated::elementwise::1: ZeroDivisionError: division by zero, raised by drawn in test_fuzz.py"
     ]
-    assert [row.symptom for row in rows if row] == ["", "broken-case", "", ""]
+    assert [row.symptom for row in summary.rows] == ["", "broken-case", "", ""]
 
 
 @pytest.mark.timeout(120)
@@ -128,19 +128,17 @@ def test_workers_that_never_begin_end_the_campaign() -> None:
 
 
 def test_ctrl_c_ends_it_with_what_there_is() -> None:
-    def interrupt(state: FuzzSummary, row: Row | None) -> None:
-        if row is not None:
+    def interrupt(state: FuzzSummary, entry: Entry | None) -> None:
+        if entry is not None:
             raise KeyboardInterrupt
 
-    summary = fuzz(
-        FuzzOptions("eager", cases=50, processes=0, policies=("views",)), lambda find: None, interrupt
-    )
-    assert summary.interrupted
+    summary = fuzz(FuzzOptions("eager", cases=50, processes=0, policies=("views",)), interrupt)
+    assert summary.ending.interrupted
     assert summary.cases < 50
 
 
 def test_finds_are_kept_in_a_folder_and_read_again(tmp_path: Path) -> None:
-    _, found, _ = campaign("planted:scale-grad", cases=1)
+    found = campaign("planted:scale-grad", cases=1).finds
     folder = Folder(tmp_path / "finds")
     assert folder.finds() == []
     file = folder.save(found[0])

@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 
-import gradparity.fuzz as fuzz_module
-from gradparity import finds
+from gradparity import finds, loop
 from gradparity.case import Case
 from gradparity.executors.unit import Lost, Message, Result, RunUnit, Started, Unit
-from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
+from gradparity.fuzz import Drawn, FuzzOptions, FuzzSummary, fuzz
 from gradparity.fuzzing import work
-from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.smaller import Effort, smaller_unit
 from gradparity.fuzzing.work import fuzz_unit
 from gradparity.generate.draw import drawn_and_run
@@ -22,13 +20,11 @@ from gradparity.work import Task
 EFFORT = Effort("cpu", timeout=20.0, seconds=15.0)
 
 
-def campaign() -> tuple[FuzzSummary, list[Find], list[Row | None]]:
-    found: list[Find] = []
-    rows: list[Row | None] = []
+def campaign() -> FuzzSummary:
     options = FuzzOptions(
         "planted:scale-grad", seed=2, cases=1, processes=0, policies=("elementwise",), shrink_seconds=15.0
     )
-    return fuzz(options, found.append, lambda state, row: rows.append(row)), found, rows
+    return fuzz(options, lambda state, entry: None)
 
 
 class Ended(BaseException):
@@ -59,12 +55,13 @@ class Mortal:
 
 @pytest.mark.parametrize("at", [1, 3, 20])
 def test_a_candidate_that_ends_its_worker_costs_that_candidate_only(monkeypatch, at: int) -> None:
-    _, (whole,), _ = campaign()
+    (whole,) = campaign().finds
     mortal = Mortal(at)
-    monkeypatch.setattr(fuzz_module, "executor", lambda *more: mortal)
-    summary, (find,), rows = campaign()
+    monkeypatch.setattr(loop, "executor", lambda *more: mortal)
+    summary = campaign()
+    (find,) = summary.finds
     assert summary.lost == [f"{find.address}, while it was made smaller: exit status 7"]
-    assert (summary.cases, sum(row is not None for row in rows)) == (1, 1)
+    assert (summary.cases, len(summary.rows)) == (1, 1)
     assert find.signature.coarse == whole.signature.coarse
     assert abs(len(find.shrunk.source) - len(whole.shrunk.source)) < 60
     assert len(find.shrunk.source) < len(find.script.source) / 2
@@ -73,19 +70,21 @@ def test_a_candidate_that_ends_its_worker_costs_that_candidate_only(monkeypatch,
 def test_what_is_made_smaller_when_time_is_up_is_kept_as_far_as_it_came(monkeypatch) -> None:
     """The time is up when the other worker's case is judged; this one's worker ends with its round."""
     over = iter([False, False, True])
-    monkeypatch.setattr(fuzz_module, "_is_over", lambda *more: next(over, True))
+    monkeypatch.setattr(Drawn, "is_over", lambda *more: next(over, True))
     mortal = Mortal(20)
-    monkeypatch.setattr(fuzz_module, "executor", lambda *more: mortal)
-    summary, (find,), _ = campaign()
+    monkeypatch.setattr(loop, "executor", lambda *more: mortal)
+    summary = campaign()
+    (find,) = summary.finds
     assert (summary.cases, find.tried > 10, mortal.announced < 26) == (1, True, True)
     assert len(find.shrunk.source) < len(find.script.source)
 
 
 def test_a_find_that_cannot_be_run_again_stays_as_it_was_drawn(monkeypatch) -> None:
     mortal = Mortal(2)
-    monkeypatch.setattr(fuzz_module, "executor", lambda *more: mortal)
+    monkeypatch.setattr(loop, "executor", lambda *more: mortal)
     monkeypatch.setattr(work, "drawn_and_run", dying_the_second_time())
-    summary, (find,), _ = campaign()
+    summary = campaign()
+    (find,) = summary.finds
     assert find.shrunk == find.script
     assert summary.lost[1:] == [f"{find.address}: exit status 7"]
     assert summary.verdicts == {"DIVERGE": 1}

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradparity.observe import Body
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 
 STEPS = 3
 Loss = Callable[[Callable[..., Any], Any], torch.Tensor]

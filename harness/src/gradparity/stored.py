@@ -1,4 +1,4 @@
-"""The corpora "finds:<store>": one case for each distinct divergence that a store holds.
+"""stored: the corpora "finds:<store>": one case for each distinct divergence that a store holds.
 
 In: a store. Out: a corpus, one chunk per find, named for its signature; the programs are those of the
 corpora in which they were found.
@@ -6,36 +6,29 @@ corpora in which they were found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from gradparity.case import SEPARATOR, Case
+from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.corpus.registry import imported_by, program
 from gradparity.errors import CorpusError, UnknownNameError
 from gradparity.store.store import Store
 from gradparity.verdict import Row
 
 PREFIX = "finds:"
 
-Found = Callable[[Case, torch.device], Program]
-
-
-def imported_by(case: str) -> str:
-    """The folder, file or store that the address of a case names to be imported; "" if it names none."""
-    form, _, place = case.partition(SEPARATOR)[0].partition(":")
-    return place if form in ("folder", "finds") else ""
-
 
 class FindsCorpus:
-    """The finds of a store. `found` looks a case's program up."""
+    """The finds of a store."""
 
-    def __init__(self, path: str, found: Found) -> None:
+    def __init__(self, path: str) -> None:
         self.name = PREFIX + path
-        self._path, self._found = Path(path), found
+        self._path = Path(path)
 
     @cached_property
     def _rows(self) -> dict[str, Row]:
@@ -57,5 +50,5 @@ class FindsCorpus:
                 f"the find {chunk} of {self._path} would import {place}\n"
                 f"  try    gradparity replay {self._path} --trust, if you know where it is from"
             )
-        program = self._found(Case.parse(row.case, row.seed), device)
-        yield replace(program, case=Case(self.name, chunk, None, row.seed))
+        found = program(Case.parse(row.case, row.seed), device)
+        yield replace(found, case=Case(self.name, chunk, None, row.seed))

@@ -1,0 +1,42 @@
+"""What workers do in tests of executors. Nothing of gradparity is imported here, so that workers start soon.
+
+In: a unit, and where to say what happens. Out: whether the process is fit for more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+
+def three_steps(unit: Any, emit: Any) -> bool:
+    """Three steps; the process is unfit after the second, once."""
+    for step in range(unit.start, 3):
+        emit("start", step, {})
+        emit("result", step, {"step": step})
+        if step == 1:
+            return False
+    return True
+
+
+def processes(unit: Any, emit: Any) -> bool:
+    """Two steps, each of which tells its process."""
+    for step in range(unit.start, 2):
+        emit("start", step, {})
+        emit("result", step, {"pid": os.getpid()})
+        if unit.payload["fresh"] and step < 1:
+            return False
+    return True
+
+
+def greedy(unit: Any, emit: Any) -> bool:
+    """The first step takes ever more memory; the second is modest."""
+    for step in range(unit.start, 2):
+        emit("start", step, {"case": f"c::{step}"})
+        held = []
+        while step == 0:
+            held.append(bytearray(os.urandom(1 << 24)))
+            time.sleep(0.01)
+        emit("result", step, {})
+    return True
