@@ -132,7 +132,7 @@ def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
         raise Refusal("state", "symbolic sizes, inputs that share memory, or tensors that the graph holds")
     writer = Writer()
     with patched(backend.settings):
-        found = [_package(), environment(), backend.settings]
+        found: list[Any] = [_package(), environment(), backend.settings]
     found += [config.single_region, config.partitioner, config.backward]
     found += [config.smallest_repeat, config.fewest_copies, state.name, str(state.thread_modes)]
     found += [

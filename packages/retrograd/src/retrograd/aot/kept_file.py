@@ -173,10 +173,12 @@ class _Again:
 class _CapturedAgain(JointGraph):
     """A joint graph of which all is known but its graph, for which the function is captured again."""
 
+    _capture_again: Any
+
     def __init__(self, capture_again: Callable[[], JointGraph] | None = None, **found: Any) -> None:
         vars(self).update(found, _capture_again=capture_again)
 
     @cached_property
-    def gm(self) -> fx.GraphModule:  # type: ignore[override]
+    def gm(self) -> fx.GraphModule:
         """The graph."""
         return self._capture_again().gm

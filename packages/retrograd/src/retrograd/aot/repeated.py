@@ -254,7 +254,9 @@ def _blocks(graph: fx.Graph) -> Iterator[_Block]:
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
         return
     # There can be no border where grad mode or autocast are not as at the beginning.
-    costs = border_costs(calls, lambda node: _cost(_example(node)), closed=switched(calls))
+    costs = border_costs(
+        calls, lambda node: _cost(_example(node)), closed=[(i, i + 1) for i in switched(calls)]
+    )
     for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
             yield _Block.of(calls[start : start + repeat.length])

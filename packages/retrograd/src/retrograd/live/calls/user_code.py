@@ -66,7 +66,9 @@ class ModifiedTensor:
 @without_torch_functions
 def mark_modified(args: Sequence[Any], saved: Sequence[tuple[torch.Tensor, int]]) -> Any:
     """`args` of a Function's call, where each of the `saved` tensors that is not at its version is marked."""
-    marks = {id(one): ModifiedTensor(modified_error(one, v)) for one, v in saved if one._version != v}
+    marks: dict[int, Any] = {
+        id(one): ModifiedTensor(modified_error(one, v)) for one, v in saved if one._version != v
+    }
     return fx.node.map_aggregate(args, lambda value: marks.get(id(value), value))
 
 

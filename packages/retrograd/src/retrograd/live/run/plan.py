@@ -102,7 +102,8 @@ class Plan:
         rest: Rest | None = None,
     ) -> None:
         counters["plans"] += 1
-        self._graph, self._raised, self._leaked = graph, raised, rest and rest.leaked
+        self._graph, self._raised = graph, raised
+        self._leaked = None if rest is None else rest.leaked
         self.schedule = _schedule(graph, config, backend, raised, self._leaked)
         self._opaque_calls = len(self.schedule.opaque_calls)
         self.runs_user_code = self._opaque_calls > 0
@@ -124,7 +125,7 @@ class Plan:
             graph.outputs(),
             frozenset(rest.versions) if rest else _saved_tensors(graph),
             {step: one.run for step, one in self._compiled.items()},
-            rest and rest.versions,
+            None if rest is None else rest.versions,
             self._leaked,
         )
         layout = fused(self._layout, [*self._compiled.values()], self.log) if is_fused else None
