@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "packages/retrograd/src/retrograd"
-PATCHES = HOME / "_torch/facts/patches.toml"
+PATCHES = HOME / "facts/patches.toml"
 BUDGET = Path(__file__).with_name("budget.toml")
 
 #: what a line may hold besides code.
@@ -141,27 +141,6 @@ def sizes(found: list[Module]) -> Iterator[Row]:
         "10",
         [f"{counts[name]} {name}" for name in ranked if counts[name] > 10],
     )
-
-
-def doors(found: list[Module]) -> Iterator[Row]:
-    """What is imported of `_torch`, and by whom."""
-    known = {module.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in found}
-    users: dict[str, set[str]] = {}
-    for module, node in _nodes(found, ast.ImportFrom):
-        source = (node.module or "").removeprefix("retrograd.")
-        if module.name.startswith("_torch/") or not source.startswith("_torch"):
-            continue
-        for alias in node.names:
-            inner = f"{source}.{alias.name}"
-            users.setdefault(inner if inner in known else source, set()).add(module.name)
-    files = sum(module.name.startswith("_torch/") for module in found)
-    yield Row(
-        "doors of _torch that are used",
-        f"{len(users)} of {files} files",
-        "about 10",
-        [f"{door}: {len(files)} files" for door, files in sorted(users.items())],
-    )
-    yield Row("files that import them", len(set().union(*users.values())))
 
 
 def _is_state(name: str, value: ast.expr) -> bool:
@@ -285,7 +264,7 @@ def entered_during(call: Callable[[], object]) -> list[str]:
 def table(home: Path = HOME) -> list[Row]:
     """All measures of the sources."""
     found = modules(home)
-    return [row for measure in (sizes, budget, doors, state, patches, exceptions) for row in measure(found)]
+    return [row for measure in (sizes, budget, state, patches, exceptions) for row in measure(found)]
 
 
 def main(arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from retrograd._torch.probe import TESTED
+from retrograd.probe import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import retrograd
-from retrograd._torch.patches import TABLE
+from retrograd.facts.patches import TABLE
 from whole_repo.house import (
     BUDGET,
     Module,
@@ -51,7 +51,7 @@ def test_every_measure_of_the_sources_is_taken() -> None:
 
 def test_a_backward_is_followed_from_module_to_module() -> None:
     rows = list(walk())
-    assert rows[0].details[0] == "_torch.patches"
+    assert rows[0].details[0] == "facts.patches"
     assert "live.session" in rows[0].details
 
 

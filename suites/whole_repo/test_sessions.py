@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from retrograd._torch.probe import TESTED
+from retrograd.probe import TESTED
 
 SESSIONS = {"parity", "tests", "lint", "types", "imports", "bench"}
 

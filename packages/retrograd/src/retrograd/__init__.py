@@ -91,7 +91,7 @@ def _imported(module: str) -> Any:
     """A module of ours. What it cannot import of torch is missing in this release. torch makes the folder of
     its cache while it is imported."""
     if not module.endswith("errors"):
-        importlib.import_module("retrograd._torch.folder").folder_in_use()
+        importlib.import_module("retrograd.runtime.cache_folder").folder_in_use()
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from retrograd._torch.inductor import UNFINISHED, cache_folder, replacing
+from retrograd.backends.inductor import UNFINISHED, cache_folder, replacing
 from retrograd.errors import Refusal
 from retrograd.version import VERSION
 

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.cuda import side_streams
-from retrograd._torch.dynamo import compiled_frames, watch_compiled_forwards
-from retrograd._torch.probe import check_supported
-from retrograd._torch.state import context_decorator
 from retrograd.aot.kept import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config, check, checked
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import ChosenBackend
+from retrograd.dynamo.compiled_forwards import watch_compiled_forwards
+from retrograd.dynamo.frames import compiled_frames
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import OptionError, name_of
 from retrograd.live.contexts import (
@@ -37,8 +35,11 @@ from retrograd.live.contexts import (
     set_process_wide,
 )
 from retrograd.live.session import Session
+from retrograd.probe import check_supported
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report
+from retrograd.runtime.cuda import side_streams
+from retrograd.runtime.modes import context_decorator
 
 
 class CompiledAutograd:

@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.log import CompileId, artifact, compiling, event, new_compile_id, node_range, text_range
-from retrograd._torch.trace import noted
 from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import AOT_LOGS, LOGS, counters, live_log
 from retrograd.graph.backward_graph import (
@@ -38,6 +36,16 @@ from retrograd.graph.backward_graph import (
 )
 from retrograd.policy import KEPT_REPORTS
 from retrograd.process import ForkSafeLock, cached_property, forgotten_by_reset, restore_after_errors
+from retrograd.runtime.profiler import (
+    CompileId,
+    artifact,
+    compiling,
+    event,
+    new_compile_id,
+    node_range,
+    text_range,
+)
+from retrograd.trace import noted
 
 _lock = ForkSafeLock()
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from gradparity.generate.plain import Plain
 from torch.utils._pytree import tree_leaves
 
 from gradparity.case import Case
 from gradparity.generate import draw as drawing
 from gradparity.generate.draw import drawn
 from gradparity.generate.load import body_of
-from gradparity.generate.plain import Plain
 from gradparity.generate.script import Script
 from gradparity.observe import observe
 

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
+from gradparity.generate.plain import PLAIN
 
 from gradparity.case import Case
 from gradparity.errors import CaseError
 from gradparity.generate.intended import INTENDED, is_intended
 from gradparity.generate.load import KEEP, body_of, namespace
-from gradparity.generate.plain import PLAIN
 from gradparity.generate.script import Script, Step
 from gradparity.observe import observe
 from gradparity.outcome import Outcome, Raised

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from retrograd import aot
-from retrograd._torch.inductor import why_not_trusted
+from retrograd.backends.inductor import why_not_trusted
 from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.report import Report

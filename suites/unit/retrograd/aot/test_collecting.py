@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import retrograd
-from retrograd._torch import patches
-from retrograd._torch.operators import RefusingAsynchronous, around_collecting
+from retrograd.facts import patches
+from retrograd.graph.calls import RefusingAsynchronous, around_collecting
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import retrograd
-from retrograd._torch.autograd import writes_in_place
+from retrograd.engine import writes_in_place
 
 DOORS = {
     "dynamo": lambda fn, **more: torch.compile(fn, backend="retrograd", options={"backend": "eager", **more}),

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
-from retrograd._torch.trace import blocks
 from retrograd.aot import repeated
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend, InductorBackend
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState
+from retrograd.trace import blocks
 
 DEPTH, WIDTH = 6, 8
 Program = Callable[[Tensor], Any]

@@ -18,12 +18,12 @@ from torch.testing import assert_close
 
 import retrograd
 from retrograd import aot
-from retrograd._torch import pytree
-from retrograd._torch.state import ThreadModes
 from retrograd.aot.run import region
 from retrograd.aot.run.call import FEWEST_RERUNS
 from retrograd.aot.run.region import MOST_LAYOUTS
 from retrograd.config import PARTITIONERS
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import ThreadModes
 from unit.retrograd.aot.against_eager import Fn, leaf, tensor
 
 quiet = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning")

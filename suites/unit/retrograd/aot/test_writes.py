@@ -8,11 +8,11 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd._torch.trace.undeclared_writes import declaring_its_writes
 from retrograd.aot.writes import writing_ahead
 from retrograd.backends.registry import AtenBackend
 from retrograd.errors import Refusal
 from retrograd.repeats.divide import divided
+from retrograd.trace.undeclared_writes import declaring_its_writes
 from unit.retrograd.aot.against_eager import agree, captured, leaf, plain, tensor
 
 

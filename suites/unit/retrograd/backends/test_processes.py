@@ -24,13 +24,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
-from retrograd._torch.inductor import portable_settings
-from retrograd._torch.trace import new_fake_mode
 from retrograd.backends import processes
 from retrograd.backends.base import Answer, Half
+from retrograd.backends.inductor import portable_settings
 from retrograd.backends.registry import InductorBackend
 from retrograd.events import counters
 from retrograd.serialize import Reader, Writer
+from retrograd.trace import new_fake_mode
 
 BACKEND = InductorBackend()
 FORWARD = Half(visible=1)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import retrograd
 import retrograd.aot
-from retrograd._torch.fx import lazy_graph
 from retrograd.backends.base import Half
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.errors import BackendError
+from retrograd.graph.fx import lazy_graph
 
 Change = Callable[[list[Any]], list[Any]]
 

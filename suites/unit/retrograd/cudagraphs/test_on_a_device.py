@@ -14,9 +14,9 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd._torch.cuda import side_streams
 from retrograd.cudagraphs import graphed_function, results
 from retrograd.cudagraphs.graphed_call import WARM_UPS, GraphedCall, Values
+from retrograd.runtime.cuda import side_streams
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.fx import written_inputs
 from retrograd.cudagraphs import graphed_function
 from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed
 from retrograd.cudagraphs.refusals import Sizes, sizes_of, why_not_recorded
+from retrograd.graph.fx import written_inputs
 from unit.retrograd.cudagraphs.without_device import Recorder
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retrograd._torch.tensor import placed_on, unowned
 from retrograd.cudagraphs.program import Program
+from retrograd.runtime.tensor import placed_on, unowned
 
 #: outlives every tensor that shows it.
 _memory: list[torch.Tensor] = []

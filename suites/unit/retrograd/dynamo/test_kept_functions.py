@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 import retrograd
-from retrograd._torch.autograd import Reading
+from retrograd.engine import Reading
 
 SCALE = 2.0
 

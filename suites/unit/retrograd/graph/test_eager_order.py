@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from retrograd._torch.autograd.request import EngineRequest, read_live_graph, read_ranks
+from retrograd.engine.request import EngineRequest, read_live_graph, read_ranks
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, LiveNode, eager_walk, engine_walk
 
 LEAF = 2**64 - 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import retrograd
-from retrograd._torch.autograd.nodes import materializes_grads
+from retrograd.engine.nodes import materializes_grads
 from unit.retrograd.programs import Square
 
 CONTEXTS = {

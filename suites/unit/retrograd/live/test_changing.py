@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import retrograd
-from retrograd._torch.autograd import collection as collect
+from retrograd.engine import collection as collect
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import Recent
 

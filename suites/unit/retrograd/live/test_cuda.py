@@ -147,7 +147,7 @@ def test_forwards_on_several_streams(backend: str) -> None:
 def test_one_stream_waits_for_nothing() -> None:
     program = """
 import torch, retrograd
-from retrograd._torch.cuda import side_streams
+from retrograd.runtime.cuda import side_streams
 x = torch.ones(3, device="cuda", requires_grad=True)
 with retrograd.compiled_autograd("eager"):
     x.sin().sum().backward()

@@ -16,7 +16,7 @@ import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 
 import retrograd
-from retrograd._torch.autograd import graph_task, under_way
+from retrograd.engine import graph_task, under_way
 from retrograd.live.lower import lowerer
 from retrograd.live.lower import lowerer as lower
 from unit.retrograd.programs import Square, everything, leaf, observed

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import retrograd
-from retrograd._torch.autograd.request import LiveBackward
+from retrograd.engine.request import LiveBackward
 from retrograd.graph.backward_graph import BackwardGraph, readable
 from retrograd.live.capture.cut import cut
 from retrograd.live.captured import CapturedBackward

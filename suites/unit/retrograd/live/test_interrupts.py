@@ -17,10 +17,10 @@ from torch._dynamo import compiled_autograd as stock
 import retrograd
 from gradparity.checks.interrupts import Run, deliver, engine_is_free, switches
 from retrograd import process
-from retrograd._torch import patches
-from retrograd._torch.autograd import graph_task, under_way
-from retrograd._torch.autograd.collection import _collection, _replaced
-from retrograd._torch.autograd.entering import window
+from retrograd.engine import graph_task, under_way
+from retrograd.engine.collection import _collection, _replaced
+from retrograd.engine.entering import window
+from retrograd.facts import patches
 from retrograd.live import contexts
 
 

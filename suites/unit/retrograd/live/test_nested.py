@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd._torch.autograd import graph_task, under_way
+from retrograd.engine import graph_task, under_way
 from retrograd.live.session import MOST_NESTED
 from unit.retrograd.programs import Square, leaf
 

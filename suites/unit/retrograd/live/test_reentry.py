@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 import retrograd
-from retrograd._torch.autograd import EngineRequest
+from retrograd.engine import EngineRequest
 from retrograd.live.capture.reentry import _registered, asks_in, who_asks
 from unit.retrograd.programs import Square
 

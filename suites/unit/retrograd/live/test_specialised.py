@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import retrograd
-from retrograd._torch.cuda import side_streams
 from retrograd.events import counters
+from retrograd.runtime.cuda import side_streams
 from unit.retrograd.programs import everything, leaf
 
 BACKENDS = ("eager", "aten")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.two_tensor import TwoTensor
 
 import retrograd
-from retrograd._torch.trace.fakes import why_not_fakeable
+from retrograd.trace.fakes import why_not_fakeable
 from unit.retrograd.programs import Unit
 
 

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd._torch.fx import boxed
+from retrograd.graph.fx import boxed
 from retrograd.repeats.compile import divide
 from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import graph_of, tokenised

@@ -22,12 +22,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch import pytree
-from retrograd._torch.autograd import outside_of_graph_task
-from retrograd._torch.facts import fact
-from retrograd._torch.fx import copied_module, replace_by_equal
-from retrograd._torch.state import Autocast, autocast_off
-from retrograd._torch.trace import (
+from retrograd.aot.modules import FlatCall
+from retrograd.aot.parts import leaves_sharing
+from retrograd.aot.trace.analyse import Analysis
+from retrograd.aot.trace.differentiate import differentiate
+from retrograd.aot.trace.enter import EntryPlan, Inputs
+from retrograd.aot.trace.structure import Structure
+from retrograd.config import SWITCH, checked
+from retrograd.engine import outside_of_graph_task
+from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
+from retrograd.facts import fact
+from retrograd.graph.fx import copied_module, replace_by_equal
+from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, rendered
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
+from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
+from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
+from retrograd.passes.aten.remove_dead_code import remove_dead_code
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import Autocast, autocast_off
+from retrograd.trace import (
     FirstRun,
     JointTracer,
     OtherCotangent,
@@ -39,19 +52,6 @@ from retrograd._torch.trace import (
     refuse_lost_checks,
     without_tokens,
 )
-from retrograd.aot.modules import FlatCall
-from retrograd.aot.parts import leaves_sharing
-from retrograd.aot.trace.analyse import Analysis
-from retrograd.aot.trace.differentiate import differentiate
-from retrograd.aot.trace.enter import EntryPlan, Inputs
-from retrograd.aot.trace.structure import Structure
-from retrograd.config import SWITCH, checked
-from retrograd.errors import CaptureError, PassError, Refusal, RetrogradError, first_line
-from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, rendered
-from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
-from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
-from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
-from retrograd.passes.aten.remove_dead_code import remove_dead_code
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.pytree import tree_flatten
-from retrograd._torch.trace import FirstRun, InputGuard
 from retrograd.aot.capture import JointGraph, capture_divided
 from retrograd.aot.kept import KeptPartition, kept_partition
 from retrograd.aot.modules import FlatCall
@@ -38,7 +36,9 @@ from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
 from retrograd.policy import WORTH_PROCESSES
 from retrograd.report import GraphReport, Report, process_report
+from retrograd.runtime.pytree import tree_flatten
 from retrograd.specialize.guard import guard_as_traced
+from retrograd.trace import FirstRun, InputGuard
 
 
 @checked(partition=(Partition, "what aot.partition returned"), lazy=SWITCH)

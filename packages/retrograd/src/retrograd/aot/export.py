@@ -20,10 +20,6 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from retrograd._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
-from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Form, new_fake_mode
 from retrograd.aot.capture import JointGraph
 from retrograd.config import checked
 from retrograd.errors import (
@@ -38,7 +34,11 @@ from retrograd.errors import (
 from retrograd.graph.joint import verify_joint
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
 from retrograd.passes.aten import PassReport
+from retrograd.runtime.modes import ThreadModes
+from retrograd.runtime.pytree import TreeSpec, tree_flatten, tree_unflatten
+from retrograd.runtime.subclass import PLAIN
 from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
+from retrograd.trace import Form, new_fake_mode
 from retrograd.version import VERSION
 
 #: of the files that are written; files of another one are refused.

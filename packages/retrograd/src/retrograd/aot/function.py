@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrograd._torch import pytree
-from retrograd._torch.autograd import has_waiting_hooks
-from retrograd._torch.state import ThreadModes
-from retrograd._torch.trace import FirstRun, changed_sizes, is_tracing_here, why_not_fakeable
 from retrograd.aot.compile import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy, check, checked
+from retrograd.engine import has_waiting_hooks
 from retrograd.errors import CaptureError, Reason, name_of
 from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import ThreadModes
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
+from retrograd.trace import FirstRun, changed_sizes, is_tracing_here, why_not_fakeable
 
 _STAGE = "aot.function"
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from retrograd._torch import pytree
-from retrograd._torch.trace import FirstRun
 from retrograd.closures import codes_in, is_assigned, is_defined_here
 from retrograd.errors import CaptureError
 from retrograd.graph.structure import is_same
+from retrograd.runtime import pytree
+from retrograd.trace import FirstRun
 
 #: so many places are looked at beside those that are given, and longer containers are not.
 MOST_HOLDERS, MOST_ITEMS = 1000, 100

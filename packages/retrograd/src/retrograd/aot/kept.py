@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import is_operator_overload, is_symbolic
-from retrograd._torch.inductor import cache_folder, environment, patched, replacing
-from retrograd._torch.pytree import tree_leaves
 from retrograd.aot.kept_file import name_graphs, read_partition, serialize_partition
 from retrograd.backends import processes
+from retrograd.backends.inductor import cache_folder, environment, patched, replacing
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
+from retrograd.graph.fx import is_operator_overload, is_symbolic
 from retrograd.graph.joint_graph import CaptureState, Partition
 from retrograd.policy import DEEP
+from retrograd.runtime.pytree import tree_leaves
 from retrograd.serialize import Writer
 
 _log = AOT_LOGS["cache"]

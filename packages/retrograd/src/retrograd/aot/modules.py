@@ -20,13 +20,13 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from retrograd._torch import pytree
-from retrograd._torch.subclass import is_wrapper
-from retrograd._torch.trace import FirstRun
 from retrograd.aot.held import MOST_ITEMS, OF_ALL_MODULES, may_hide, unchanged
 from retrograd.errors import CaptureError, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import is_same
+from retrograd.runtime import pytree
+from retrograd.runtime.subclass import is_wrapper
+from retrograd.trace import FirstRun
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)

@@ -13,18 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import (
-    KEPT_FOR,
-    add_call,
-    copied_module,
-    draws_random_numbers,
-    has_effect,
-    insert_replay,
-    is_mutating,
-    lazy_graph,
-    lazy_graph_module,
-)
-from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.aot.parts import (
     Memory,
     backward_nodes,
@@ -44,9 +32,21 @@ from retrograd.aot.released import released
 from retrograd.aot.saved import choose_saved
 from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
+from retrograd.graph.fx import (
+    KEPT_FOR,
+    add_call,
+    copied_module,
+    draws_random_numbers,
+    has_effect,
+    insert_replay,
+    is_mutating,
+    lazy_graph,
+    lazy_graph_module,
+)
 from retrograd.graph.joint import Cotangent, output_values
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
 from retrograd.graph.reach import reached
+from retrograd.trace import places_of_symbols, symbols_in
 
 
 @checked(joint=(JointValues, "what aot.capture or aot.load returned"), policy=ALLOWED["partitioner"])

@@ -20,14 +20,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import (
-    add_copy,
-    depends_on_data,
-    has_effect,
-    is_mutating,
-    lazy_graph_module,
-    memory_owners,
-)
+from retrograd.graph.aliases import memory_owners
+from retrograd.graph.fx import add_copy, depends_on_data, has_effect, is_mutating, lazy_graph_module
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached

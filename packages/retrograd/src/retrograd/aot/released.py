@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import put_in_place, saved_tensors_of
-from retrograd._torch.fx import SAVED_FOR, depends_on_data, has_effect, is_operator_overload
-from retrograd._torch.operators import errors_by_value
-from retrograd._torch.state import without_autocast
-from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import JointTracer, bytes_of, plain
 from retrograd.aot.parts import elements_read, extract, is_number
 from retrograd.aot.trace.enter import Inputs
 from retrograd.backends.registry import EagerBackend
+from retrograd.engine import put_in_place, saved_tensors_of
 from retrograd.errors import CaptureError
+from retrograd.graph.calls import errors_by_value
 from retrograd.graph.eager_order import LiveGraph
+from retrograd.graph.fx import SAVED_FOR, depends_on_data, has_effect, is_operator_overload
 from retrograd.graph.joint import primal_name
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind, Update
 from retrograd.graph.reach import bits_reaching, reached
+from retrograd.runtime.modes import without_autocast
+from retrograd.runtime.subclass import PLAIN
+from retrograd.trace import JointTracer, bytes_of, plain
 
 #: bytes of an input that it is worth while to let go of.
 FEWEST_BYTES = 1 << 20

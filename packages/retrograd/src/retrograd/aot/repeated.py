@@ -1,7 +1,7 @@
 """Capture of a graph from Dynamo in which a block of calls is repeated, as the layers of a deep model are.
 
 In: the state of the graph. Out: the `JointGraph` that tracing all of its calls would give. One copy of each
-kind is captured by itself; the others are instances of it (`_torch.trace.blocks`).
+kind is captured by itself; the others are instances of it (`trace.blocks`).
 
 A block qualifies if it has only tensor inputs and outputs, mutates nothing, and has at most one
 differentiable output, so that its autograd nodes run one after the other; and if no output is a view.
@@ -20,10 +20,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import add_copy, has_effect, is_higher_order, is_random
-from retrograd._torch.state import ThreadModes
-from retrograd._torch.tensor import is_dense
-from retrograd._torch.trace import (
+from retrograd.aot.capture import JointGraph, capture_divided
+from retrograd.aot.modules import ModuleState
+from retrograd.aot.parts import extract
+from retrograd.aot.state import state_of_flat
+from retrograd.aot.trace.structure import Structure
+from retrograd.errors import CaptureError, Refusal
+from retrograd.graph.fx import add_copy, has_effect, is_higher_order, is_random
+from retrograd.graph.joint import Gradient, PrimalKind, output_values
+from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOutput
+from retrograd.graph.structure import structure_of, token_of
+from retrograd.repeats.borders import border_costs
+from retrograd.repeats.divide import find_repeats
+from retrograd.runtime.modes import ThreadModes
+from retrograd.runtime.tensor import is_dense
+from retrograd.trace import (
     CALL_OF_BLOCK,
     BlockCopy,
     BlockInput,
@@ -36,17 +47,6 @@ from retrograd._torch.trace import (
     switched,
     switches_more,
 )
-from retrograd.aot.capture import JointGraph, capture_divided
-from retrograd.aot.modules import ModuleState
-from retrograd.aot.parts import extract
-from retrograd.aot.state import state_of_flat
-from retrograd.aot.trace.structure import Structure
-from retrograd.errors import CaptureError, Refusal
-from retrograd.graph.joint import Gradient, PrimalKind, output_values
-from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOutput
-from retrograd.graph.structure import structure_of, token_of
-from retrograd.repeats.borders import border_costs
-from retrograd.repeats.divide import find_repeats
 
 #: calls that a copy must have, and copies that there must be.
 _LEAST, _COPIES = 6, 3

@@ -14,9 +14,6 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import draws_random_numbers, has_effect, reads_memory
-from retrograd._torch.inductor import cut_by, memory_budget
-from retrograd._torch.trace import bytes_of
 from retrograd.aot.parts import (
     Memory,
     copied_call,
@@ -26,11 +23,14 @@ from retrograd.aot.parts import (
     memory_of,
     read_by_backward,
 )
+from retrograd.backends.inductor import cut_by, memory_budget
 from retrograd.config import Policy
 from retrograd.errors import VerificationError
+from retrograd.graph.fx import draws_random_numbers, has_effect, reads_memory
 from retrograd.graph.joint import cotangents_reaching
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
+from retrograd.trace import bytes_of
 
 
 def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrograd._torch import pytree
-from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import TRACED, is_wrapper
-from retrograd._torch.tensor import common_base, groups_sharing_memory, inner_tensors, is_lazy
-from retrograd._torch.trace import (
+from retrograd.aot.modules import FlatCall, ModuleState
+from retrograd.config import checked
+from retrograd.errors import CaptureError
+from retrograd.graph.joint import PrimalKind
+from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import ThreadModes
+from retrograd.runtime.subclass import TRACED, is_wrapper
+from retrograd.runtime.tensor import common_base, groups_sharing_memory, inner_tensors, is_lazy
+from retrograd.trace import (
     alias_of_fake,
     fake_mode_of,
     fake_of,
@@ -24,11 +29,6 @@ from retrograd._torch.trace import (
     new_fake_mode,
     why_not_fakeable,
 )
-from retrograd.aot.modules import FlatCall, ModuleState
-from retrograd.config import checked
-from retrograd.errors import CaptureError
-from retrograd.graph.joint import PrimalKind
-from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 
 #: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
 #: dimensions.

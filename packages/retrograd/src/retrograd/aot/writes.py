@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.facts import answers
-from retrograd._torch.fx import aliased_inputs, copied_module, lazy_graph, lazy_graph_module
-from retrograd._torch.subclass import PLAIN
-from retrograd._torch.tensor import is_lazy
+from retrograd.facts import answers
+from retrograd.graph.aliases import aliased_inputs
+from retrograd.graph.fx import copied_module, lazy_graph, lazy_graph_module
 from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import JointValues, Partition, Update
 from retrograd.graph.reach import origins
+from retrograd.runtime.subclass import PLAIN
+from retrograd.runtime.tensor import is_lazy
 
 
 def writing_ahead(partition: Partition) -> Partition:

@@ -16,13 +16,13 @@ from weakref import ref
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import versions_of
-from retrograd._torch.fx import has_effect, only_draws, random_devices
-from retrograd._torch.state import generator_states, restore_generator_states
 from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, InductorBackend
+from retrograd.engine import versions_of
+from retrograd.graph.fx import has_effect, only_draws, random_devices
 from retrograd.policy import MOST_FAILURES, WATCHED_RUNS
 from retrograd.report import tell, why_failed
+from retrograd.runtime.modes import generator_states, restore_generator_states
 
 
 def compile_fallible(

@@ -31,8 +31,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.cuda import is_memory_scarce
-from retrograd._torch.inductor import (
+from retrograd.backends.base import Answer, Half
+from retrograd.backends.inductor import (
     Portable,
     compile_graph,
     compile_threads,
@@ -41,14 +41,14 @@ from retrograd._torch.inductor import (
     portable_settings,
     take_settings,
 )
-from retrograd._torch.operators import defining_modules
-from retrograd._torch.trace import new_fake_mode
-from retrograd.backends.base import Answer, Half
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
+from retrograd.graph.calls import defining_modules
 from retrograd.policy import FIRST_WORK, IDLE, LONGEST_WAIT, MOST_PROCESSES, WORKERS_EACH
 from retrograd.process import ForkSafeLock, forgotten_by_reset
+from retrograd.runtime.cuda import is_memory_scarce
 from retrograd.serialize import Reader, Writer
+from retrograd.trace import new_fake_mode
 
 _log = AOT_LOGS["cache"]
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import boxed, copied, fill_in_place, lazy_graph_module
-from retrograd._torch.inductor import (
+from retrograd.backends import processes
+from retrograd.backends.base import SEGMENT, Answer, Backend, Boxed, Half
+from retrograd.backends.inductor import (
     chooses_layouts,
     compile_graph,
     decompositions,
@@ -21,10 +22,9 @@ from retrograd._torch.inductor import (
     patched,
     portable_settings,
 )
-from retrograd.backends import processes
-from retrograd.backends.base import SEGMENT, Answer, Backend, Boxed, Half
 from retrograd.errors import BackendError, OptionError, first_line, name_of
 from retrograd.events import AOT_LOGS
+from retrograd.graph.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.fx import with_strides_of
-from retrograd._torch.state import are_modes_plain
 from retrograd.errors import first_line
 from retrograd.events import AOT_LOGS, counters
 from retrograd.graph.emit import Boxed
+from retrograd.graph.fx import with_strides_of
 from retrograd.policy import WHOLE_BEGINS
 from retrograd.process import ForkSafeLock
+from retrograd.runtime.modes import are_modes_plain
 
 _log = AOT_LOGS["recompiles"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from retrograd._torch.tensor import geometry_of, is_dense, new_memory, whole_of
+from retrograd.runtime.tensor import geometry_of, is_dense, new_memory, whole_of
 
 
 @dataclass(frozen=True, eq=False)

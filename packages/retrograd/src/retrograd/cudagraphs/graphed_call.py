@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.tensor import geometry_of, memory_of, storage_of
 from retrograd.cudagraphs.addresses import AddressHistory
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.recorded import Givers, Places, Recorded
@@ -44,6 +43,7 @@ from retrograd.policy import (
     WARM_UPS,
 )
 from retrograd.process import ForkSafeLock, forgotten_by_reset
+from retrograd.runtime.tensor import geometry_of, memory_of, storage_of
 
 #: codes of reasons that concern one call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"

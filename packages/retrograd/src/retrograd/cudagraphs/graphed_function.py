@@ -17,11 +17,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrograd._torch.cuda import CudaRecorder
-from retrograd._torch.fx import aliased_inputs, written_inputs
-from retrograd._torch.operators import custom_operators
-from retrograd._torch.tensor import storage_of
-from retrograd._torch.trace import bytes_of
 from retrograd.cudagraphs.graphed_call import HELD, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import (
@@ -34,9 +29,15 @@ from retrograd.cudagraphs.refusals import (
     why_not_recorded,
 )
 from retrograd.errors import Reason
+from retrograd.graph.aliases import aliased_inputs
+from retrograd.graph.calls import custom_operators
 from retrograd.graph.emit import Boxed
+from retrograd.graph.fx import written_inputs
 from retrograd.policy import MOST_SETS, MOST_SIZES, MUCH
 from retrograd.report import process_report
+from retrograd.runtime.cuda import CudaRecorder
+from retrograd.runtime.tensor import storage_of
+from retrograd.trace import bytes_of
 
 #: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
 Instead = Callable[[Sequence[Any]], Boxed | None]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.tensor import is_only_here, placed_on, storage_of
 from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Results
 from retrograd.policy import FEW, GAPS, MANY
+from retrograd.runtime.tensor import is_only_here, placed_on, storage_of
 
 #: pools without recordings, of which somebody holds results.
 _lingering: set[Pool] = set()

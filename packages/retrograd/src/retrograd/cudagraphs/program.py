@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.cuda import CudaRecorder
 from retrograd.cudagraphs.pool import Pool
 from retrograd.policy import MOST_DONATING, MOST_TIDIED, PATIENCE, QUIET
 from retrograd.process import ForkSafeLock
+from retrograd.runtime.cuda import CudaRecorder
 
 
 class Program:

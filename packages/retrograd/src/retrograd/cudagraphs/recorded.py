@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.tensor import addresses_are, by_dtype, copy_each, geometry_of
 from retrograd.cudagraphs.pool import Pool, held_here
 from retrograd.cudagraphs.results import Results
+from retrograd.runtime.tensor import addresses_are, by_dtype, copy_each, geometry_of
 
 #: records a function for these inputs, and empties the list; returns what replays it, and its results.
 Record = Callable[[list[Any]], tuple[Any, Sequence[Any]]]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from retrograd._torch.fx import (
+from retrograd.errors import Reason
+from retrograd.graph.fx import (
     depends_on_data,
     has_effect,
     is_collective,
@@ -24,9 +25,8 @@ from retrograd._torch.fx import (
     is_write_to_input,
     written_inputs,
 )
-from retrograd._torch.pytree import tree_leaves
-from retrograd._torch.trace import places_of_symbols, symbols_in
-from retrograd.errors import Reason
+from retrograd.runtime.pytree import tree_leaves
+from retrograd.trace import places_of_symbols, symbols_in
 
 #: operators of higher order that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")

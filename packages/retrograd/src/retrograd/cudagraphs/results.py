@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd._torch.tensor import (
+from retrograd.errors import Refusal
+from retrograd.policy import LITTLE
+from retrograd.runtime.tensor import (
     by_dtype,
     copy_each,
     geometry_of,
@@ -29,8 +31,6 @@ from retrograd._torch.tensor import (
     unowned,
     whole_of,
 )
-from retrograd.errors import Refusal
-from retrograd.policy import LITTLE
 
 #: nobody: greater than the number of any recording.
 NOBODY = 2**63

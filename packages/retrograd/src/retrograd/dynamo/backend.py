@@ -15,21 +15,21 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.dynamo import (
+from retrograd.aot.compile import find_named
+from retrograd.aot.function import AotFunction
+from retrograd.backends.inductor import settings
+from retrograd.backends.registry import InductorBackend
+from retrograd.config import Config
+from retrograd.dynamo.frames import (
     fake_mode_for,
     graph_inputs,
     guard_what_dynamo_does_not,
-    kernels_of_small_piece,
     left_by_backend,
     why_ended,
 )
-from retrograd._torch.inductor import settings
-from retrograd.aot.compile import find_named
-from retrograd.aot.function import AotFunction
-from retrograd.backends.registry import InductorBackend
-from retrograd.config import Config
 from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.dynamo.left_to_python import is_left_in_forward_mode
+from retrograd.dynamo.pieces import kernels_of_small_piece
 from retrograd.errors import CaptureError, OptionError
 from retrograd.report import GraphReport, Report, process_report, reason_of
 

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.dynamo import (
+from retrograd.aot.compile import run_stages
+from retrograd.aot.modules import ModuleState
+from retrograd.aot.repeated import GraphCall
+from retrograd.aot.run.call import CompiledFunction
+from retrograd.aot.state import state_of_flat
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.dynamo.frames import (
     GraphInput,
     fake_of_attribute,
     grad_mode_left,
@@ -24,23 +31,16 @@ from retrograd._torch.dynamo import (
     why_ended,
     why_not_as_given,
 )
-from retrograd._torch.state import torch_functions_off
-from retrograd._torch.tensor import common_base, groups_sharing_memory, is_foreign
-from retrograd._torch.trace import alias_of_fake, draws_repeated, forget_real_tensors, mode_among
-from retrograd.aot.compile import run_stages
-from retrograd.aot.modules import ModuleState
-from retrograd.aot.repeated import GraphCall
-from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.state import state_of_flat
-from retrograd.backends.registry import find_backend
-from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
 from retrograd.process import restored_on_error
 from retrograd.report import Report, reason_of
+from retrograd.runtime.modes import torch_functions_off
+from retrograd.runtime.tensor import common_base, groups_sharing_memory, is_foreign
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard
+from retrograd.trace import alias_of_fake, draws_repeated, forget_real_tensors, mode_among
 
 
 class GraphFunction:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from types import CodeType
 
-from retrograd._torch.dynamo import is_optimizer_code, user_error_behind
-from retrograd._torch.state import FORWARD_MODE, is_forward_mode
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
+from retrograd.dynamo.frames import is_optimizer_code, user_error_behind
 from retrograd.errors import CaptureError, Reason
 from retrograd.report import Report, reason_of
+from retrograd.runtime.modes import FORWARD_MODE, is_forward_mode
 
 
 def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:

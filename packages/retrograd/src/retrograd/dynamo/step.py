@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.cuda import unused_memory_returned
-from retrograd._torch.dynamo import compiled_frames
-from retrograd._torch.probe import check_supported
-from retrograd._torch.state import compile_stance
-from retrograd._torch.trace import is_tracing_here
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, checked
 from retrograd.dynamo.backend import retrograd
+from retrograd.dynamo.frames import compiled_frames
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import Reason, name_of
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.policy import SHORT_STEP
+from retrograd.probe import check_supported
 from retrograd.process import restored_on_error
 from retrograd.report import Report, process_report
+from retrograd.runtime.cuda import unused_memory_returned
+from retrograd.runtime.modes import compile_stance
 from retrograd.specialize.pace import Pace
+from retrograd.trace import is_tracing_here
 
 _STEP = callable, "a function that makes a training step"
 
@@ -159,7 +159,7 @@ def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..
 
 
 @checked(step=(lambda step: step is None or callable(step), _STEP[1]))
-def compile_step(  # noqa: PLR0913 - as many parameters as there are choices
+def compile_step(
     step: Callable[..., Any] | None = None,
     /,
     *,

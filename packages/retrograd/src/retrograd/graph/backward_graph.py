@@ -8,7 +8,7 @@ Placeholders stand for tensors lifted out of the autograd graph (``input_i``), s
 saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
 
 A function that AOTAutograd compiled has a backward graph of its own (`AotBackward`, made by
-``_torch.autograd.aot_functions``), which ``live.inlined.lay_in`` lays into the captured one.
+``engine.aot_functions``), which ``live.inlined.lay_in`` lays into the captured one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """In which order do the engine's capture walk and eager's execution visit the nodes of a live graph?
 
 In: a `LiveGraph`, the autograd graph as it hangs from the roots of one backward, filled by
-``_torch.autograd.request``. Out: two orders of its nodes' indices.
+``engine.request``. Out: two orders of its nodes' indices.
 
 `engine_walk` is the last-in-first-out walk of ``_compiled_autograd_impl``
 (``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of

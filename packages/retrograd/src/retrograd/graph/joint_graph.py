@@ -215,7 +215,7 @@ class ForwardValue:
     """A value that the forward half computes.
 
     Attributes:
-        wrapping: how a wrapper subclass is built of the graph's outputs (a ``_torch.subclass.Layout``).
+        wrapping: how a wrapper subclass is built of the graph's outputs (a ``runtime.subclass.Layout``).
         boundary: where its cotangent goes in; None if it is not differentiable.
         is_visible: whether the user gets it; else it stands for a hidden boundary.
         requires_grad: whether it is a new leaf that requires grad.

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import (
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.engine import (
     EngineRequest,
     LiveBackward,
     edge_of,
@@ -22,19 +24,17 @@ from retrograd._torch.autograd import (
     read_ranks,
     steps_in_turns,
 )
-from retrograd._torch.fx import add_copy
-from retrograd._torch.log import event
-from retrograd._torch.state import without_torch_functions
-from retrograd.backends.registry import find_backend
-from retrograd.config import Config
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
+from retrograd.graph.fx import add_copy
 from retrograd.live.capture.grad_dtypes import asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
 from retrograd.passes.lay_out_like_eager import lay_out_like_eager
 from retrograd.process import cached_property
+from retrograd.runtime.modes import without_torch_functions
+from retrograd.runtime.profiler import event
 
 #: two gradients have one sum in floating point; three have more than one.
 _ASSOCIATIVE = 2

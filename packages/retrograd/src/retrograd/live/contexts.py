@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from retrograd._torch import pytree
-from retrograd._torch.autograd import (
+from retrograd.engine import (
     GATEWAYS,
     EngineRequest,
     answer_queries,
@@ -39,12 +38,13 @@ from retrograd._torch.autograd import (
     stock_compiler_off,
     watch_hooks,
 )
-from retrograd._torch.patches import handle
-from retrograd._torch.state import compile_stance, without_torch_functions
 from retrograd.errors import ContextError
+from retrograd.facts.patches import handle
 from retrograd.live.capture.reentry import note
 from retrograd.live.session import MOST_NESTED, TOO_DEEP, Grads, Session
 from retrograd.process import restore_after_errors, restored_on_error
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import compile_stance, without_torch_functions
 
 
 @dataclass(eq=False, slots=True)

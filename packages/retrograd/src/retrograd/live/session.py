@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from retrograd._torch.autograd import (
+from retrograd.backends.registry import find_backend
+from retrograd.config import Config
+from retrograd.engine import (
     Collected,
     EngineRequest,
     LiveBackward,
@@ -27,10 +29,6 @@ from retrograd._torch.autograd import (
     run_stock,
     why_not_collectable,
 )
-from retrograd._torch.cuda import in_order_with_streams, side_streams
-from retrograd._torch.log import event
-from retrograd.backends.registry import find_backend
-from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph
@@ -41,6 +39,8 @@ from retrograd.live.lower.lowerer import INTERPRETED_PART
 from retrograd.live.run.plan import Plan
 from retrograd.process import Recent, restored_on_error
 from retrograd.report import BackwardReport, Report, tell, told_to
+from retrograd.runtime.cuda import in_order_with_streams, side_streams
+from retrograd.runtime.profiler import event
 from retrograd.specialize.pace import Pace
 
 Grads = tuple[torch.Tensor | None, ...]

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import add_call, add_copy
 from retrograd.errors import Reason, VerificationError
 from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, call_of
+from retrograd.graph.fx import add_call, add_copy
 
 #: a node call and a step in it.
 Place = tuple[int, int]

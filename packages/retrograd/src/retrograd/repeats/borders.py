@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.facts import is_of_family
-from retrograd._torch.fx import aliased_inputs
-from retrograd._torch.trace import bytes_of
+from retrograd.facts import is_of_family
+from retrograd.graph.aliases import aliased_inputs
 from retrograd.policy import UNFUSED_COST
+from retrograd.trace import bytes_of
 
 _NO_OWNERS: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from retrograd._torch.trace import places_of_symbols, symbols_in
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed, Emitter, last_uses
 from retrograd.repeats.divide import cut_at, divided
 from retrograd.repeats.outline import Outline, graph_of
+from retrograd.trace import places_of_symbols, symbols_in
 
 #: a graph, its example inputs and how many results must have their traced strides.
 ToCompile = tuple[fx.GraphModule, Sequence[Any], int | None]

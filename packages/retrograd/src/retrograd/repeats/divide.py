@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import aliased_inputs, depends_on_data
+from retrograd.graph.aliases import aliased_inputs
 from retrograd.graph.backward_graph import CallKind, call_of
+from retrograd.graph.fx import depends_on_data
 from retrograd.graph.structure import token_of
 from retrograd.policy import CAPTURED_CALLS_PER_NODE, PERIOD_GRAM, PERIODS_TRIED
 from retrograd.repeats.borders import aten_border_costs, border_costs

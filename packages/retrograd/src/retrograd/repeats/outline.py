@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import (
+from retrograd.graph.fx import (
     add_copy,
     has_effect,
     is_collective,

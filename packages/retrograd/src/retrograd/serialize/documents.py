@@ -16,15 +16,15 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.fx import lazy_graph_module
-from retrograd._torch.trace import fake_of_form, form_of
 from retrograd.errors import ExportError, Refusal
+from retrograd.graph.fx import lazy_graph_module
 from retrograd.serialize.values import (
     read_operator,
     read_value,
     serialize_operator,
     serialize_value,
 )
+from retrograd.trace import fake_of_form, form_of
 
 #: what of ``meta`` is written.
 _NOTES: dict[str, type] = {

@@ -21,13 +21,13 @@ import torch
 from torch.fx.immutable_collections import immutable_dict
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd._torch.facts import functions
-from retrograd._torch.fx import OF_TORCH, is_higher_order, is_operator_overload
-from retrograd._torch.operators import is_registered
-from retrograd._torch.subclass import PLAIN
-from retrograd._torch.trace import Form
 from retrograd.errors import Refusal
+from retrograd.facts import functions
 from retrograd.graph import joint, joint_graph, lazy
+from retrograd.graph.calls import is_registered
+from retrograd.graph.fx import OF_TORCH, is_higher_order, is_operator_overload
+from retrograd.runtime.subclass import PLAIN
+from retrograd.trace import Form
 
 #: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
 _GETITEM = "operator.getitem"

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from retrograd._torch.state import why_not_capturable_now
 from retrograd.config import Config
 from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.policy import MOST_FAILURES
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of, why_failed
+from retrograd.runtime.modes import why_not_capturable_now
 from retrograd.specialize.guard import CallGuard
 
 

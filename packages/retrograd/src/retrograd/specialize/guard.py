@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.subclass import fits, is_wrapper, layout_of
-from retrograd._torch.tensor import addresses_are, common_base, groups_sharing_memory, is_foreign, storage_of
-from retrograd._torch.trace import InputGuard
 from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import JointValues
+from retrograd.runtime.subclass import fits, is_wrapper, layout_of
+from retrograd.runtime.tensor import addresses_are, common_base, groups_sharing_memory, is_foreign, storage_of
+from retrograd.trace import InputGuard
 
 
 @dataclass(frozen=True, eq=False)

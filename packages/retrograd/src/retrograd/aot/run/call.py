@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import versions_of, writes_in_place
-from retrograd._torch.state import generator_states, restore_generator_states, undifferentiated
-from retrograd._torch.subclass import built, parts_of
-from retrograd._torch.tensor import common_base
 from retrograd.aot.run.attach import Attaching
 from retrograd.aot.run.frame import Finish, Layout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
@@ -27,8 +23,12 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.aot.run.rerun import RepeatableCall, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
+from retrograd.engine import versions_of, writes_in_place
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
+from retrograd.runtime.modes import generator_states, restore_generator_states, undifferentiated
+from retrograd.runtime.subclass import built, parts_of
+from retrograd.runtime.tensor import common_base
 
 #: a function is left to eager once so many backwards were made by running the call again, for half of its
 #: calls: that takes longer than eager does.

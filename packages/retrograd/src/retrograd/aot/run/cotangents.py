@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import has_effect, is_symbolic
-from retrograd._torch.state import Autocast
-from retrograd._torch.subclass import PLAIN, Layout, fits, parts_of
-from retrograd._torch.tensor import is_not_in_memory
-from retrograd._torch.trace import guard_count, hint_of
 from retrograd.aot.capture import capture_divided
 from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
 from retrograd.errors import RetrogradError
+from retrograd.graph.fx import has_effect, is_symbolic
 from retrograd.graph.joint import cotangent_name, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues, Partition
 from retrograd.graph.structure import token_of
+from retrograd.runtime.modes import Autocast
+from retrograd.runtime.subclass import PLAIN, Layout, fits, parts_of
+from retrograd.runtime.tensor import is_not_in_memory
+from retrograd.trace import guard_count, hint_of
 
 Strides = tuple[Any, ...]
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-from retrograd._torch import pytree
-from retrograd._torch.subclass import PLAIN
-from retrograd._torch.tensor import by_dtype, copy_each, set_versions, with_view_origin
 from retrograd.graph.joint_graph import (
     AliasOf,
     ComputedOutput,
@@ -34,6 +31,9 @@ from retrograd.graph.joint_graph import (
     Update,
     View,
 )
+from retrograd.runtime import pytree
+from retrograd.runtime.subclass import PLAIN
+from retrograd.runtime.tensor import by_dtype, copy_each, set_versions, with_view_origin
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 

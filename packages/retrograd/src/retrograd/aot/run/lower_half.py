@@ -13,9 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import lazy_graph
-from retrograd._torch.state import without_autocast
-from retrograd._torch.trace import decomposed, guard_count
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Answer, Backend, Boxed, Half
 from retrograd.backends.fallible import compile_fallible
@@ -25,10 +22,13 @@ from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import calls_apart
 from retrograd.errors import Reason, Refusal
 from retrograd.events import counters
+from retrograd.graph.fx import lazy_graph
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import ATEN_CALLS_PER_NODE
 from retrograd.repeats.compile import Division, divide
+from retrograd.runtime.modes import without_autocast
+from retrograd.trace import decomposed, guard_count
 
 
 @without_autocast

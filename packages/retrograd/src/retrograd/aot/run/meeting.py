@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.autograd import backward_number, will_execute
 from retrograd.aot.trace.differentiate import RegionInterpreter, added
+from retrograd.engine import backward_number, will_execute
 from retrograd.graph.eager_order import Edge
 
 Grads = Sequence[torch.Tensor | None]

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import aliased_inputs, lazy_graph, with_strides_of
-from retrograd._torch.state import are_modes_plain
 from retrograd.aot.run.lower_half import is_ready, lower
 from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import Values
 from retrograd.cudagraphs.graphed_function import GraphedFunction, calls_apart, graphed, tell_report
+from retrograd.graph.aliases import aliased_inputs
+from retrograd.graph.fx import lazy_graph, with_strides_of
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import FEWEST_RECORDED
 from retrograd.repeats.compile import CompilePart, Division, divide_at
+from retrograd.runtime.modes import are_modes_plain
 
 
 class InStretches:

@@ -18,19 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import checkpoint_is_valid, will_run
-from retrograd._torch.fx import copied_module, draws_again, lazy_graph
-from retrograd._torch.state import (
-    Autocast,
-    ThreadModes,
-    autocast_off,
-    generator_states,
-    restore_generator_states,
-    without_modes,
-)
-from retrograd._torch.subclass import PLAIN, Layout, built
-from retrograd._torch.tensor import graph_is_kept, resolved
-from retrograd._torch.trace import InputGuard, know_values, laid_out_like
 from retrograd.aot.modules import are_all_modules_hooked
 from retrograd.aot.released import PutBack
 from retrograd.aot.run.cotangents import Expected, Strides, traced_for
@@ -41,13 +28,26 @@ from retrograd.backends.base import Backend, Boxed, Half
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
+from retrograd.engine import checkpoint_is_valid, will_run
 from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
+from retrograd.graph.fx import copied_module, draws_again, lazy_graph
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import MOST_FAILURES
 from retrograd.process import cached_property
 from retrograd.report import Report, why_failed
+from retrograd.runtime.modes import (
+    Autocast,
+    ThreadModes,
+    autocast_off,
+    generator_states,
+    restore_generator_states,
+    without_modes,
+)
+from retrograd.runtime.subclass import PLAIN, Layout, built
+from retrograd.runtime.tensor import graph_is_kept, resolved
+from retrograd.trace import InputGuard, know_values, laid_out_like
 
 #: how many layouts of cotangents code is made for; with others the region runs as eager.
 MOST_LAYOUTS = 4

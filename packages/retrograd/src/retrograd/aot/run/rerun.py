@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from retrograd._torch import pytree
-from retrograd._torch.autograd import (
+from retrograd.aot.modules import FlatCall
+from retrograd.aot.parts import gradients_of, primals_read
+from retrograd.aot.run.meeting import meet
+from retrograd.aot.trace.differentiate import RegionInterpreter
+from retrograd.aot.trace.enter import enter_as
+from retrograd.aot.trace.structure import Structure, divide
+from retrograd.engine import (
     edge_of,
     entry_of,
     graph_below,
@@ -27,19 +32,14 @@ from retrograd._torch.autograd import (
     outside_of_graph_task,
     refuse_reentry,
 )
-from retrograd._torch.state import with_generator_states
-from retrograd._torch.tensor import common_base
-from retrograd._torch.trace import FreeTensors, checkpoints_inlined, python_forms
-from retrograd.aot.modules import FlatCall
-from retrograd.aot.parts import gradients_of, primals_read
-from retrograd.aot.run.meeting import meet
-from retrograd.aot.trace.differentiate import RegionInterpreter
-from retrograd.aot.trace.enter import enter_as
-from retrograd.aot.trace.structure import Structure, divide
 from retrograd.errors import CaptureError
 from retrograd.graph.eager_order import ACCUMULATES, Edge, LiveGraph
 from retrograd.graph.joint import Destination, JointSignature
 from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
+from retrograd.runtime import pytree
+from retrograd.runtime.modes import with_generator_states
+from retrograd.runtime.tensor import common_base
+from retrograd.trace import FreeTensors, checkpoints_inlined, python_forms
 
 
 class StandIn(torch.autograd.Function):

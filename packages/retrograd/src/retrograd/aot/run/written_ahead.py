@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from retrograd._torch.autograd import versions_of
-from retrograd._torch.tensor import set_versions
+from retrograd.engine import versions_of
 from retrograd.graph.joint_graph import Partition
+from retrograd.runtime.tensor import set_versions
 
 #: what a call is about to write: each tensor, its version, and a copy while the graph is not proven.
 Before = Sequence[tuple[torch.Tensor, int | None, torch.Tensor | None]]

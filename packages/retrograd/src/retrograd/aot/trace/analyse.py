@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrograd._torch.autograd import edge_of, leads_to, nodes_below, passes_through_function, versions_of
-from retrograd._torch.subclass import ATOMS, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import is_dense, lies_within, shares_elements, view_origin
-from retrograd._torch.trace import changes_of, is_traced, lost_layout, plain, storage_key
+from retrograd.engine import edge_of, leads_to, nodes_below, passes_through_function, versions_of
 from retrograd.errors import not_representable
 from retrograd.graph.joint_graph import (
     AliasOf,
@@ -30,6 +27,9 @@ from retrograd.graph.joint_graph import (
     Update,
     View,
 )
+from retrograd.runtime.subclass import ATOMS, is_wrapper, layout_of, parts_of
+from retrograd.runtime.tensor import is_dense, lies_within, shares_elements, view_origin
+from retrograd.trace import changes_of, is_traced, lost_layout, plain, storage_key
 
 if TYPE_CHECKING:
     from retrograd.aot.trace.enter import Inputs

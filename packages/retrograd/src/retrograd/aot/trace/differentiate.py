@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import (
+from retrograd.aot.released import Releasable, releasable
+from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
+from retrograd.aot.trace.enter import Inputs, new_input
+from retrograd.aot.trace.structure import RegionNodes, Structure, divide
+from retrograd.engine import (
     accumulating_only_into,
     call_node,
     edge_of,
@@ -34,26 +38,23 @@ from retrograd._torch.autograd import (
     saves_tensors,
     why_backward_has_effects,
 )
-from retrograd._torch.fx import KEPT_FOR, bases_of
-from retrograd._torch.state import ThreadModes
-from retrograd._torch.subclass import Layout, is_wrapper, layout_of, parts_of
-from retrograd._torch.tensor import inner_tensors
-from retrograd._torch.trace import (
+from retrograd.errors import Refusal, not_representable
+from retrograd.graph.aliases import bases_of
+from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
+from retrograd.graph.fx import KEPT_FOR
+from retrograd.graph.joint import Destination, Gradient, Region, cotangent_name
+from retrograd.graph.joint_graph import CaptureOptions
+from retrograd.graph.reach import reached
+from retrograd.runtime.modes import ThreadModes
+from retrograd.runtime.subclass import Layout, is_wrapper, layout_of, parts_of
+from retrograd.runtime.tensor import inner_tensors
+from retrograd.trace import (
     JointTracer,
     errors_uncaught,
     instance_of,
     is_traced,
     plain,
 )
-from retrograd.aot.released import Releasable, releasable
-from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
-from retrograd.aot.trace.enter import Inputs, new_input
-from retrograd.aot.trace.structure import RegionNodes, Structure, divide
-from retrograd.errors import Refusal, not_representable
-from retrograd.graph.eager_order import Edge, LiveGraph, LiveNode
-from retrograd.graph.joint import Destination, Gradient, Region, cotangent_name
-from retrograd.graph.joint_graph import CaptureOptions
-from retrograd.graph.reach import reached
 
 
 @dataclass

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.handlers import line_that_catches
-from retrograd._torch.operators import errors_by_value
-from retrograd._torch.subclass import PLAIN, Layout, built, layout_of, parts_of
-from retrograd._torch.tensor import is_dense
-from retrograd._torch.trace import (
+from retrograd.aot.modules import FlatCall
+from retrograd.errors import Refusal, not_representable
+from retrograd.graph.calls import errors_by_value
+from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
+from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
+from retrograd.runtime.handlers import line_that_catches
+from retrograd.runtime.subclass import PLAIN, Layout, built, layout_of, parts_of
+from retrograd.runtime.tensor import is_dense
+from retrograd.trace import (
     Abandoned,
     FirstRun,
     JointTracer,
@@ -26,10 +30,6 @@ from retrograd._torch.trace import (
     mutations_of,
     to_functional,
 )
-from retrograd.aot.modules import FlatCall
-from retrograd.errors import Refusal, not_representable
-from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
-from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
 
 
 @dataclass(frozen=True)

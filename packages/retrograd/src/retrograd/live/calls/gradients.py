@@ -19,10 +19,10 @@ from typing import Any, Self
 import torch
 from torch import fx
 
-from retrograd._torch.fx import is_higher_order, is_operator_overload
-from retrograd._torch.releases import is_layout_enforced
-from retrograd._torch.state import as_if_autocast, torch_functions_off, without_torch_functions
-from retrograd._torch.tensor import (
+from retrograd.facts.releases import is_layout_enforced
+from retrograd.graph.fx import is_higher_order, is_operator_overload
+from retrograd.runtime.modes import as_if_autocast, torch_functions_off, without_torch_functions
+from retrograd.runtime.tensor import (
     PLAIN_CLASSES,
     accumulate_in_node,
     add_each,
@@ -32,7 +32,7 @@ from retrograd._torch.tensor import (
     set_grad,
     set_grad_of_another_shape,
 )
-from retrograd._torch.trace import InputGuard
+from retrograd.trace import InputGuard
 
 #: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
 #: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.autograd.function import BackwardCFunction
 
-from retrograd._torch.autograd import (
+from retrograd.engine import (
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     materializes_grads,
@@ -27,8 +27,8 @@ from retrograd._torch.autograd import (
     node_under_way,
     saved_name,
 )
-from retrograd._torch.state import without_torch_functions
-from retrograd._torch.tensor import graph_is_kept, zeros_of_slot
+from retrograd.runtime.modes import without_torch_functions
+from retrograd.runtime.tensor import graph_is_kept, zeros_of_slot
 
 Grad = torch.Tensor | None
 

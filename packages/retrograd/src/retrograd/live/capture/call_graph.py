@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import add_call, add_placeholder
 from retrograd.graph.backward_graph import Call, CallKind, HookKind, NodeCall, Source, SourceKind, call_of
+from retrograd.graph.fx import add_call, add_placeholder
 
 Value = fx.Node | None
 

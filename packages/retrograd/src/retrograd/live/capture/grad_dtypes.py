@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import add_call, add_copy
-from retrograd._torch.state import without_torch_functions
 from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKind, call_of, source_of
+from retrograd.graph.fx import add_call, add_copy
+from retrograd.runtime.modes import without_torch_functions
 
 #: (whether it is an output of ``autograd.grad``, else a leaf; its position there or among the inputs; dtype)
 Dtypes = tuple[tuple[bool, int, torch.dtype], ...]

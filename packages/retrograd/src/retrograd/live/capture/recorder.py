@@ -1,6 +1,6 @@
 """Record one backward, as the engine walks it, into a `BackwardGraph`.
 
-In: the calls of ``_torch.autograd.protocol``, with FX nodes as values: lists of them are gradients, and None
+In: the calls of ``engine.protocol``, with FX nodes as values: lists of them are gradients, and None
 is an undefined one. Out: a `BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or
 compiled here.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import Kept
+from retrograd.engine import Kept
 from retrograd.graph.backward_graph import (
     AotBackward,
     AotCall,

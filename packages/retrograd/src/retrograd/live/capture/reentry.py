@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
-from retrograd._torch.autograd import (
+from retrograd.closures import closed_over, codes_in, is_defined_here
+from retrograd.engine import (
     EngineRequest,
     edge_of,
     hooks_on,
@@ -32,8 +33,7 @@ from retrograd._torch.autograd import (
     next_sequence_number,
     nodes_below,
 )
-from retrograd._torch.state import without_torch_functions
-from retrograd.closures import closed_over, codes_in, is_defined_here
+from retrograd.runtime.modes import without_torch_functions
 
 #: so many values are looked at for each hook: who can reach more is taken to ask for gradients. Longer
 #: containers are not.

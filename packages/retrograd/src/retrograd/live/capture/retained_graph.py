@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from retrograd._torch.autograd import (
+from retrograd.engine import (
     AsSaved,
     Collected,
     EngineProtocol,
@@ -53,7 +53,6 @@ from retrograd._torch.autograd import (
     run_stock,
     window,
 )
-from retrograd._torch.log import event
 from retrograd.errors import Refusal
 from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind
@@ -63,6 +62,7 @@ from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.live.capture.reentry import asks_in, is_context, leaf_asks, who_asks
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
+from retrograd.runtime.profiler import event
 
 Finished = Callable[[BackwardGraph, LiveBackward], CapturedBackward]
 
@@ -84,7 +84,7 @@ forgotten_by_reset(_reentering.clear)
 
 
 def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
-    """As ``_torch.autograd.collect``, for any backward; `run` is called in the engine's frame or after it.
+    """As ``engine.collect``, for any backward; `run` is called in the engine's frame or after it.
 
     Raises:
         Refusal: user code differentiates through the graph of the running backward.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import tensors_on_context
+from retrograd.engine import tensors_on_context
 from retrograd.errors import Refusal
 from retrograd.graph.backward_graph import (
     AotBackward,

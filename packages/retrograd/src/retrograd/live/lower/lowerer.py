@@ -17,17 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.fx import copied
-from retrograd._torch.log import profiling
-from retrograd._torch.state import (
-    ThreadModes,
-    compile_stance,
-    without_autocast,
-    without_torch_functions,
-)
-from retrograd._torch.subclass import SubclassBorder, is_wrapper
-from retrograd._torch.tensor import is_not_in_memory
-from retrograd._torch.trace import InputGuard, Traced, changed_sizes, trace
 from retrograd.backends.background import Later, begin, is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.backends.fallible import compile_fallible
@@ -36,8 +25,19 @@ from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
+from retrograd.graph.fx import copied
 from retrograd.process import cached_property, restored_on_error
 from retrograd.report import INTERPRETED, LoweringReport, PlanLog, tell
+from retrograd.runtime.modes import (
+    ThreadModes,
+    compile_stance,
+    without_autocast,
+    without_torch_functions,
+)
+from retrograd.runtime.profiler import profiling
+from retrograd.runtime.subclass import SubclassBorder, is_wrapper
+from retrograd.runtime.tensor import is_not_in_memory
+from retrograd.trace import InputGuard, Traced, changed_sizes, trace
 
 
 @dataclass(eq=False)

@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import Collected
-from retrograd._torch.state import ThreadModes, are_modes_plain
-from retrograd._torch.trace import InputGuard
 from retrograd.cudagraphs.graphed_function import graphed
+from retrograd.engine import Collected
 from retrograd.graph.backward_graph import Accumulation, Segment, Source, SourceKind
 from retrograd.graph.emit import Boxed
 from retrograd.live.lower.lowerer import Lowered
 from retrograd.live.run.generated_source import GeneratedSource, PlanLayout
 from retrograd.live.run.segment_runner import SegmentRunner
 from retrograd.report import PlanLog
+from retrograd.runtime.modes import ThreadModes, are_modes_plain
+from retrograd.trace import InputGuard
 
 #: for how many kinds of values and modes segments are recorded together, and how often that is tried.
 MOST_RECORDED, ATTEMPTS = 4, 16

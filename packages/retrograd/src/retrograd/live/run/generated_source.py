@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import Versions, raise_modified, versions_of
-from retrograd._torch.state import KeptModes, ModesKept, torch_functions_off
+from retrograd.engine import Versions, raise_modified, versions_of
 from retrograd.graph.backward_graph import (
     Accumulation,
     CallKind,
@@ -37,6 +36,7 @@ from retrograd.graph.emit import Boxed, Emitter, emit_calls
 from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
 from retrograd.live.calls.user_code import mark_modified
 from retrograd.report import PlanLog
+from retrograd.runtime.modes import KeptModes, ModesKept, torch_functions_off
 
 #: calls that no class of tensors written in Python takes over: the engine's own closures, and ours.
 _NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.autograd import HookChanges, LateHook, LiveBackward
-from retrograd._torch.fx import add_copy
+from retrograd.engine import HookChanges, LateHook, LiveBackward
 from retrograd.graph.backward_graph import (
     BackwardGraph,
     Call,
@@ -26,6 +25,7 @@ from retrograd.graph.backward_graph import (
     SourceKind,
     call_of,
 )
+from retrograd.graph.fx import add_copy
 from retrograd.live.calls import user_code
 from retrograd.live.capture.call_graph import CallGraph
 

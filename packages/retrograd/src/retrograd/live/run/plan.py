@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd._torch.autograd import Collected, HookChanges, LiveBackward, Versions, versions_of, watching
-from retrograd._torch.log import profiling
-from retrograd._torch.state import KeptModes, UserCode
 from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
+from retrograd.engine import Collected, HookChanges, LiveBackward, Versions, versions_of, watching
 from retrograd.errors import Reason
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
@@ -49,6 +47,8 @@ from retrograd.live.run.segment_runner import SegmentRunner, runner_of
 from retrograd.process import cached_property
 from retrograd.repeats.divide import regions_of
 from retrograd.report import BackwardReport, PlanLog
+from retrograd.runtime.modes import KeptModes, UserCode
+from retrograd.runtime.profiler import profiling
 
 #: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
 #: than one part in this many of the backward.

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from retrograd._torch.fx import random_devices
-from retrograd._torch.log import profiling
-from retrograd._torch.state import (
-    generator_states,
-    restore_generator_states,
-    why_interpreted_now,
-)
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import graphed
 from retrograd.errors import first_line
 from retrograd.events import counters
 from retrograd.graph.backward_graph import Segment, call_of
+from retrograd.graph.fx import random_devices
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
 from retrograd.process import Recent
 from retrograd.report import INTERPRETED, LoweringReport, PlanLog
+from retrograd.runtime.modes import (
+    generator_states,
+    restore_generator_states,
+    why_interpreted_now,
+)
+from retrograd.runtime.profiler import profiling
 
 _NOTHING = nullcontext()
 

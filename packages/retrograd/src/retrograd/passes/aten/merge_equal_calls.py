@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import (
-    aliased_inputs,
+from retrograd.graph.aliases import aliased_inputs
+from retrograd.graph.fx import (
     depends_on_data,
     has_effect,
     is_collective,

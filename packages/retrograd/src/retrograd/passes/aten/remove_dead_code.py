@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd._torch.fx import has_effect
+from retrograd.graph.fx import has_effect
 
 _FIXED = ("placeholder", "output")
 

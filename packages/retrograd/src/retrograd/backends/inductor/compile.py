@@ -1,0 +1,281 @@
+"""Inductor, called below AOTAutograd.
+
+In: an ATen graph. Out: a boxed callable. Inductor itself is imported when it is used: that takes a second.
+The passes that stock runs before it partitions a joint graph run as the first of those on the graph that is
+lowered. So a graph that is found in Inductor's cache on disk is not searched for patterns, and these are not
+even loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomGraphPassType
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from retrograd.backends.inductor.alignment import aligned
+from retrograd.backends.inductor.damage import removed, sweep
+from retrograd.backends.inductor.decomposition_table import call_whole_operators
+from retrograd.backends.inductor.disk_cache import is_cache_trusted
+from retrograd.backends.inductor.no_compiler import refuse_without_compiler
+from retrograd.backends.inductor.notes import Note, code_of
+from retrograd.backends.inductor.overlaps import part_overlaps
+from retrograd.backends.inductor.own_memory import memory_shown, part_results
+from retrograd.backends.inductor.padding import close_gaps, read_padded
+from retrograd.facts import fact
+from retrograd.facts.patches import handled_here
+from retrograd.graph.fx import copied, is_write_to_input, with_strides
+from retrograd.graph.joint import output_examples, output_values
+from retrograd.graph.lazy import LazyGraph
+from retrograd.process import compiling
+from retrograd.runtime.cache_folder import folder_in_use
+from retrograd.trace.fakes import know_values
+from retrograd.trace.layouts import laid_out_like_real
+
+
+def get_ready() -> None:
+    """Have Inductor begin what it would wait for when it compiles.
+
+    In a process that has used a GPU, it starts the processes that compile for it, as the stock backend does
+    before it traces: until they run, kernels are compiled here, one after the other. Without a GPU, it finds
+    out what the processor can do.
+    """
+    folder_in_use()
+    if torch.cuda.is_initialized():
+        start_workers()
+    else:
+        _probe_processor()
+
+
+@functools.cache
+def start_workers() -> None:
+    """Have Inductor start its compile workers, once."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+@functools.cache
+def _probe_processor() -> threading.Thread | None:
+    """Where there is no GPU, a thread that finds out which vector instructions there are. Inductor remembers
+    it. It compiles and loads a program for each kind, which takes seconds; most of one if it has them."""
+    if torch.cuda.is_available():
+        return None
+    # What the probe imports, and another thread may import at the same time in another order.
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa
+    from torch.utils import _filelock
+
+    del codecache, cpp_builder, _filelock
+
+    def probe() -> None:
+        with suppress(Exception):  # Inductor will ask again, and raise it where the user sees it
+            sweep()
+            cpu_vec_isa.valid_vec_isa_list()
+
+    thread = threading.Thread(target=probe, name="retrograd-probe", daemon=True)
+    thread.start()
+    return thread
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    visible: int | None = None,
+    is_backward: bool = False,
+    is_inference: bool = False,
+    known_as: str | None = None,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
+
+    Args:
+        gm: the graph.
+        example_inputs: fakes of its inputs.
+        visible: how many outputs, from the first, must have the strides that they were traced with. Others,
+            as saved values are, may get strides that are quicker to make.
+        is_backward, is_inference: as ``compile_fx_inner`` takes them.
+        known_as: the name of `gm` on disk, which says all about it and its inputs, if it has one.
+
+    Inputs on a GPU are called static (``static_input_idxs``), as stock calls parameters: Inductor then relies
+    on the alignment of their memory, and looks at it no more. That is left to `aligned`, which is quicker.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner, get_input_idxs_to_check
+    from torch._inductor.virtualized import V
+
+    folder_in_use()
+    call_whole_operators()
+    if (probing := _probe_processor()) is not None:
+        probing.join()
+    fake_mode = detect_fake_mode(example_inputs)
+    with (
+        compiling,
+        torch.no_grad(),
+        _with_shape_env(fake_mode),
+        config.patch(force_disable_caches=config.force_disable_caches or not is_cache_trusted()),
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        with_joint_passes(),
+        handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
+        handled_here("torch._inductor.codegen.cpp:" + _TILES, _in_one_direction),
+        handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
+    ):
+        places = () if config.triton.cudagraphs else get_input_idxs_to_check(example_inputs, ())
+        note = Note(known_as, visible, is_backward, is_inference)
+        compiled = code_of(note.read(), example_inputs, is_backward)
+        if compiled is None:
+            how: Any = {"is_backward": is_backward, "is_inference": is_inference}
+            try:
+                given = _prepared(gm, visible), list(example_inputs)
+                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+            except Exception as error:
+                refuse_without_compiler(error)
+                if not removed(error):
+                    raise
+                given = _prepared(gm, visible), list(example_inputs)
+                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+            note.write(getattr(compiled, "_fx_graph_cache_key", None))
+    is_boxed = getattr(compiled, "_boxed_call", False)
+    run = aligned(compiled, places) if is_boxed else lambda args: compiled(*args)
+    return with_strides(run, output_examples(gm.graph)[:visible]) if visible else run
+
+
+def _prepared(gm: fx.GraphModule, visible: int | None) -> fx.GraphModule:
+    """A copy of `gm` in the form that Inductor expects."""
+    gm = fx.GraphModule(gm, copied(gm.graph))
+    output = gm.graph.output_node()
+    for write in list(filter(is_write_to_input, gm.graph.nodes)):
+        output.prepend(write)  # Inductor's passes look for them there
+    if visible is not None:
+        seen = enumerate(output_values(gm.graph)[:visible])
+        output.meta["user_visible_output_idxs"] = [i for i, one in seen if isinstance(one, fx.Node)]
+    return gm
+
+
+_FUSES = "OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr"
+
+
+def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequence[Any], depth: int) -> bool:
+    """Whether Inductor's C++ may fuse the `depth` outer loops of `kernels`.
+
+    Between fused kernels it has a buffer for one row. Where one of them reads a transposed tensor, it takes
+    several rows at a time, which all write into that buffer: the values of rows are mixed. Since torch 2.15
+    it does not fuse them (https://github.com/pytorch/pytorch/pull/185855).
+    """
+    steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
+    return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
+
+
+_TILES = "TilingSelect._select_tiling_indices"
+
+
+def _in_one_direction(
+    select: Callable[..., list[int]], chooser: Any, functions: Any, sizes: Sequence[Any], factor: int
+) -> list[int]:
+    """Along which loops Inductor's C++ takes `factor` elements at a time: one, if there is a reduction, and
+    the number of elements beside it is no multiple of that.
+
+    Along two it stores whole vectors at the end of a row, though fewer elements are left: they land in the
+    next row, or behind the memory of the tensor (https://github.com/pytorch/pytorch/issues/196681).
+    """
+    indices = select(chooser, functions, sizes, factor)
+    rows, reduced = max(sizes, key=lambda one: len(one[1]))
+    is_even = all(rows[i] % factor == 0 for i in indices if i < len(rows))
+    return indices[-1:] if reduced and not is_even else indices
+
+
+def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Inductor knows of a kernel that it calls: first what that gives. Generated code asserts that the
+    result lies so, and torch's fake kernels of some operators are wrong there."""
+    from torch._inductor.ir import IRNode, ir_node_to_tensor
+
+    fake, tensors, *others = process(kernel, *args, **kwargs)
+    if fact("layout", kernel) is not None:
+        given = iter(tensors)
+        fakes = [ir_node_to_tensor(next(given)) if isinstance(one, IRNode) else one for one in args]
+        fake = laid_out_like_real(kernel, fake, fakes)
+    return fake, tensors, *others
+
+
+def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
+    """Whether Inductor, given the whole of `graph`, chooses the memory format of its convolutions. It does
+    not where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
+    if str(torch.ops.aten.convolution.default) not in graph.summary.targets:
+        return True
+    note = Note(graph.known_as, "chooses layouts", is_inference)
+    if (said := note.read()) is None:
+        from torch._inductor.graph import GraphLowering
+
+        said = str(GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference))
+        note.write(said)
+    return said == str(True)
+
+
+@contextmanager
+def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Inside, a mode of static sizes has a shape environment too.
+
+    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    """
+    if fake_mode is None or fake_mode.shape_env is not None:
+        yield
+        return
+    fake_mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = None
+
+
+class _JointPasses(CustomGraphPass):
+    """The joint passes, what they and Inductor leave to be done, then the pass that the user has set here.
+
+    Later passes read from example values which nodes share memory. Stock computes all of them again between
+    the joint passes and these; what those leave behind on the way here is computed again as well.
+    """
+
+    def __init__(self, then: Any) -> None:
+        self._then: Sequence[Any] = then if isinstance(then, (list, tuple)) else [then] if then else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        gm = graph.owning_module
+        assert gm is not None
+        held = {node: (node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
+        shown = memory_shown(graph)
+        joint_graph_passes(gm)
+        read_padded(graph)
+        stale = set()
+        for node in graph.nodes:
+            args, kwargs, value = held.get(node, (None, None, None))
+            if node.args is not args or node.kwargs is not kwargs:
+                stale.add(node)
+            if value is not None:  # they give it the value of what it stands in for, in other memory
+                node.meta["val"] = value
+        examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+        if stale:
+            know_values(gm, examples, stale)
+        if copies := [*part_results(graph, shown), *part_overlaps(graph), *close_gaps(graph)]:
+            know_values(gm, examples, copies)
+        for each in self._then:
+            each(graph)
+
+    def uuid(self) -> Any | None:
+        """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
+        theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
+        return None if None in theirs else ("retrograd-joint-passes-9", torch.__version__, *map(repr, theirs))
+
+
+def with_joint_passes() -> AbstractContextManager[Any]:
+    """Inside, Inductor runs the joint passes on every graph that it lowers and does not find in its cache."""
+    before: CustomGraphPassType = config.post_grad_custom_pre_pass
+    return config.patch(post_grad_custom_pre_pass=_JointPasses(before))

@@ -1,0 +1,92 @@
+"""The decompositions that Inductor expects to have been applied before it is given a graph.
+
+In: torch's table of them. Out: the same, with forms of ours for operators whose decomposition, or whose
+lowering without one, gives something else than eager's kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._decomp.decompositions import ldexp
+
+from retrograd.facts import answers
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """By operator, what it is taken apart by."""
+    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+    from torch._inductor import lowering  # noqa: F401
+    from torch._inductor.decomposition import select_decomp_table
+
+    aten, table = torch.ops.aten, select_decomp_table()
+    pools = aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default
+    return {
+        **table,
+        **{pool: functools.partial(_avg_pool_backward, pool, table.get(pool)) for pool in pools},
+        aten.bernoulli.p: functools.partial(_bernoulli, table.get(aten.bernoulli.p)),
+        aten.ldexp.Tensor: _ldexp,
+        **dict.fromkeys(answers("whole"), _as_it_is),
+    }
+
+
+@functools.cache
+def call_whole_operators() -> None:
+    """Have Inductor call the operators that must not be taken apart, and for which it generates no code."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for operator in answers("whole"):
+        if operator not in lowerings:
+            make_fallback(operator, override_decomp=True)
+
+
+def _as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Not taken apart."""
+    return NotImplemented
+
+
+def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
+    return ldexp(value, exponent.contiguous())
+
+
+def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """On a CPU, as the mask of a dropout: Inductor's own lowering draws in place, and a kernel that reads the
+    numbers may run before they are drawn, fused with others. On other devices a dropout draws other numbers:
+    there it is the decomposition `given`, if there is one."""
+    if generator is not None:
+        return NotImplemented
+    if value.device.type != "cpu":
+        return NotImplemented if given is None else given(value, p)
+    return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+
+
+def _avg_pool_backward(
+    operator: Any,
+    given: Any,
+    grad: torch.Tensor,
+    value: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Windows that `ceil_mode` lets stand beyond the padding are divided by as many elements as lie in it.
+    Inductor's lowering divides by the size of the kernel (https://github.com/pytorch/pytorch/issues/198119).
+    """
+    rest = value, kernel_size, stride, padding, ceil_mode, count_include_pad
+    if not (ceil_mode and count_include_pad and divisor_override is None):
+        return NotImplemented if given is None else given(grad, *rest, divisor_override)
+    dims = 2 if operator is torch.ops.aten.avg_pool2d_backward.default else 3
+    lists = kernel_size, stride or kernel_size, padding
+    of_each = ([*numbers] * dims if len(numbers) == 1 else numbers for numbers in lists)
+    for dim, (size, step, pad) in enumerate(zip(*of_each, strict=True), -dims):
+        starts = torch.arange(grad.shape[dim], device=grad.device) * step - pad
+        counts = (starts + size).clamp(max=value.shape[dim] + pad) - starts
+        grad = grad / counts.view(-1, *[1] * (-1 - dim))
+    return operator(grad, *rest, 1)

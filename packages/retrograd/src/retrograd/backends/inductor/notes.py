@@ -1,0 +1,75 @@
+"""Notes on disk of what Inductor answered an earlier process about a graph.
+
+In: the name that a graph has, which says all about it and its inputs; what else an answer depends on. Out: a
+short text, or None if no process has noted it. If the text is Inductor's key of a graph, its code is found
+without that key: to make it, Inductor writes the graph as text three times.
+
+A note stands in a file of its own, beside Inductor's files. Its name is a hash of the graph's name, of what
+else the answer depends on, and of the `environment`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import config
+
+from retrograd.backends.inductor.disk_cache import cache_folder, environment, replacing
+
+
+class Note:
+    """What is known of the graph `name`; `depends` is what else the answer depends on.
+
+    Nothing is read or written if it has no name, where nothing is kept on disk, and where a mode or a hook of
+    the user's is on.
+    """
+
+    def __init__(self, name: str | None, *depends: object) -> None:
+        self._file: Path | None = None
+        with suppress(Exception):  # among them a `Refusal`
+            if name is not None:
+                said = repr([name, *depends, environment()])
+                stem = hashlib.sha256(said.encode()).hexdigest()
+                self._file = Path(cache_folder(), "retrograd", stem[:2], f"{stem}.note")
+
+    def read(self) -> str | None:
+        """The text that was noted."""
+        with suppress(OSError, ValueError):
+            if self._file is not None and (text := self._file.read_text("ascii")).isalnum():
+                return text
+        return None
+
+    def write(self, text: str | None) -> None:
+        """Note `text`: letters and digits. None is not noted."""
+        if text is None or self._file is None:
+            return
+        with suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._file) as to:
+                to.write(text.encode("ascii"))
+
+
+def code_of(key: str | None, example_inputs: Sequence[Any], is_backward: bool) -> Any:
+    """The code that Inductor keeps under `key`, as its cache for stock AOTAutograd takes it from there; None
+    if there is none."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if key is None or config.triton.cudagraphs:
+        return None
+    constants = CompiledFxGraphConstants()
+    options: Any = {"cudagraphs": BoxedBool(False), "is_backward": is_backward}
+    with suppress(Exception), _disable_current_modes():
+        found, _ = FxGraphCache.load_with_key(
+            key, [], example_inputs, True, None, is_backward=is_backward, constants=constants
+        )
+        if found is not None:
+            found.post_compile(example_inputs, constants, options)
+        return found
+    return None

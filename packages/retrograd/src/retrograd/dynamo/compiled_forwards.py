@@ -1,0 +1,165 @@
+"""Differentiate the backward of a function that stock ``torch.compile`` compiled, which stock refuses.
+
+In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes of them, seen from
+the first context on that was made. Out: such a Function's backward, when it is itself to be differentiable
+(``create_graph=True``) and a context is active, runs the function's own torch-level graph again on the same
+inputs and differentiates that, to any order. Otherwise nothing changes.
+
+It needs the inputs: they are remembered weakly, so that nothing lives longer. Where they are gone or were
+changed, where the graph draws random numbers, changes its inputs or calls an ``autograd.Function``, stock's
+refusal stands.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from retrograd.engine import versions_of
+from retrograd.facts.patches import handle
+from retrograd.facts.releases import gradients_of
+from retrograd.graph.fx import copied
+from retrograd.runtime.modes import generator_states, restore_generator_states
+from retrograd.runtime.tensor import zeros_of_slot
+
+
+class _Compiling(threading.local):
+    """The graph that Dynamo is having compiled on this thread, until a Function is made of it."""
+
+    graph: fx.GraphModule | None = None
+
+
+_compiling = _Compiling()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of one call of a compiled function."""
+
+    values: tuple[Any, ...]
+    versions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> _Inputs:
+        """Remember `args`, tensors weakly."""
+        return cls(
+            tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
+            tuple(versions_of(args)),
+        )
+
+    def unchanged(self) -> list[Any] | None:
+        """The inputs; None if one is gone or was changed in place since."""
+        values = [v() if isinstance(v, weakref.ref) else v for v in self.values]
+        known = all(
+            value is not None and (version is None or value._version == version)
+            for value, version in zip(values, self.versions, strict=True)
+        )
+        return values if known else None
+
+
+def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
+    """From here on, see where a compiled function is made: a forward is often compiled before the context
+    around its backward is entered. `is_active` says whether a context is, in any thread."""
+
+    def made_function(
+        original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
+    ) -> None:
+        graph = _compiling.graph
+        if graph is not None and "_lazy_backward_info" in attrs:
+            _compiling.graph = None  # a second Function of one graph has a part of it: not known which
+            _make_differentiable(cls, attrs, graph, is_active)
+        original(cls, name, bases, attrs)
+
+    handle("torch._dynamo.output_graph:OutputGraph.call_user_compiler", _compiling_graph)
+    handle("torch.autograd.function:FunctionMeta.__init__", made_function)
+
+
+def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
+    prior = _compiling.graph
+    # Backends rewrite the graph that they are given.
+    _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
+    try:
+        return original(output, gm, *args)
+    finally:
+        _compiling.graph = prior
+
+
+def _make_differentiable(
+    cls: Any, attrs: dict[str, Any], graph: fx.GraphModule, is_active: Callable[[], bool]
+) -> None:
+    """Have the Function `cls` remember its inputs, and differentiate `graph` when that is asked for."""
+    forward, backward = attrs["forward"].__func__, attrs["backward"].__func__
+
+    def forward_that_remembers(ctx: Any, *args: Any) -> Any:
+        result = forward(ctx, *args)
+        ctx._retrograd_inputs = _Inputs.of(args)
+        ctx.set_materialize_grads(False)  # to know which gradients are undefined
+        return result
+
+    def backward_with_graph(ctx: Any, *grads: Any) -> Any:
+        flat, boxed = gradients_of(grads)
+        if torch.is_grad_enabled() and is_active():
+            result = _differentiate(graph, cls.metadata, ctx._retrograd_inputs, flat)
+            if result is not None:
+                return result
+        for i, grad in enumerate(flat):
+            if grad is None:
+                flat[i] = zeros_of_slot(ctx, i)()
+        return backward(ctx, flat) if boxed else backward(ctx, *flat)
+
+    cls.forward = staticmethod(forward_that_remembers)
+    cls.backward = staticmethod(backward_with_graph)
+
+
+def _differentiate(
+    graph: fx.GraphModule, metadata: Any, inputs: _Inputs, grads: Sequence[torch.Tensor | None]
+) -> tuple[Any, ...] | None:
+    """The gradients of the inputs, with their history; None if the graph alone does not determine them."""
+    values = inputs.unchanged()
+    if values is None or not _is_repeatable(graph, metadata, len(values)):
+        return None
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type == "cuda"}
+    before = generator_states([torch.device("cpu"), *devices])
+    with torch.enable_grad():
+        outputs = torch.utils._pytree.tree_leaves(graph(*values))
+    now = generator_states(before)
+    if not all(torch.equal(now[device], before[device]) for device in before):
+        restore_generator_states(before)  # other numbers than the Function has drawn
+        return None
+    if len(outputs) != len(grads):
+        return None
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if isinstance(output, torch.Tensor) and output.requires_grad and grad is not None
+    ]
+    wanted = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        [values[i] for i in wanted],
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    gradients = dict(zip(wanted, found, strict=True))
+    return tuple(gradients.get(i) for i in range(len(values)))
+
+
+def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
+    """Whether `graph` can be run again: it changes no input, returns what the Function returned, and leaves
+    the history that the program would leave. Of a Function in Python, Dynamo keeps the first derivative."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    called = {getattr(node.target, "__name__", "") for module in modules for node in module.graph.nodes}
+    return (
+        len(placeholders) == n_inputs
+        and "autograd_function_apply" not in called
+        and not metadata.num_intermediate_bases
+        and not any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+    )

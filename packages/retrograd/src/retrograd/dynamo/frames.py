@@ -1,0 +1,384 @@
+"""Before Dynamo: its conversion of frames, for one compiled callable. Behind it: what a backend is given.
+
+In: a function, a backend, and a `FrameWatch`. Out: the function as Dynamo compiles it, where the watch
+decides which code runs as it is, and is told of conversions that failed: such a frame runs as Python runs it.
+Dynamo asks a callback for every frame that it meets while the callable runs. The callback is ours, and passes
+most frames on. That needs no patch of torch and no setting of the process: other callables of
+``torch.compile`` and other threads have callbacks of their own.
+
+More guards go among those that Dynamo is about to install, or has installed for code without a graph:
+
+- for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
+- for an environment variable that was asked for and not found: a key that is missing leaves no guard;
+- for what a gradient is that an optimizer reads: Dynamo asks only whether there is one;
+- for the level of forward-mode differentiation, inside which frames are left to Python;
+- for hooks of modules that are set later, see `keep_eager`.
+
+In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that
+Dynamo traced with, so that no tensor is made fake a second time; guards, which Dynamo installs with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame, list_backends, register_backend
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    RecompileError,
+    SkipFrame,
+    Unsupported,
+)
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import GlobalStateSource, GradSource
+from torch._dynamo.types import ConvertFrameReturn
+from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from retrograd.dynamo.keep_eager import guard_module_hooks
+from retrograd.facts.releases import frame_limits
+from retrograd.process import ForkSafeLock
+from retrograd.trace import hint_of, is_fake
+
+#: how often the conversion of one piece of code may fail: a first failure may be an accident, such as another
+#: thread that changes what Dynamo has just looked at.
+TRIES = 2
+
+#: errors that the user has asked for, by a setting of Dynamo, ``fullgraph`` or ``mark_dynamic``. Dynamo hands
+#: a break of the graph on only then.
+_ASKED_FOR = (FailOnRecompileLimitHit, RecompileError, Unsupported, ConstraintViolationError)
+
+_OPTIMIZERS = torch.optim.__path__[0]
+
+
+class FrameWatch(Protocol):
+    """What a compiled callable has to say about the frames that Dynamo meets."""
+
+    def runs_as_it_is(self, code: CodeType) -> bool:
+        """Whether this code, with all that it calls, is left to Python."""
+
+    def switched_off(self) -> None:
+        """Dynamo meets no frame, because it is switched off."""
+
+    def failed(self, code: CodeType, error: Exception) -> None:
+        """The conversion of this code has failed; raises, or lets Python run it."""
+
+    def limited(self, code: CodeType) -> None:
+        """Dynamo's limit for this code is reached; raises, or lets Python run what needs other code."""
+
+
+class _Callback:
+    """Dynamo's callback for frames, with a watch before it."""
+
+    def __init__(self, convert: Any, watch: FrameWatch, are_numbers_exact: bool) -> None:
+        functools.update_wrapper(self, convert)
+        # The C code and the cache of compiled frames know a callback by these attributes.
+        self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
+        self.hooks = convert.hooks
+        self._convert, self._watch, self._are_numbers_exact = convert, watch, are_numbers_exact
+        self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
+        self._lock = ForkSafeLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies, and for pickles of compiled modules."""
+        return type(self), (self._convert, self._watch, self._are_numbers_exact)
+
+    def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
+        code = frame.f_code
+        if self._watch.runs_as_it_is(code):
+            return _left_to_python(with_callees=True)
+        if self._failures.get(code, 0) >= TRIES:
+            return _left_to_python()
+        try:
+            with _exact_numbers() if self._are_numbers_exact else nullcontext(), _warnings_are_no_errors():
+                result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
+            guard_environment(result.guarded_code)
+            if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
+                self._watch.limited(code)
+            return result
+        except _ASKED_FOR:
+            raise
+        except Exception as error:
+            with self._lock:
+                self._failures[code] = self._failures.get(code, 0) + 1
+            self._watch.failed(code, error)
+            return _left_to_python()
+
+
+@contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Inside, no warning is an error: Dynamo's trace gives some that the program does not, as when it looks
+    at ``.grad``."""
+    if not any(found[0] == "error" for found in warnings.filters):
+        yield
+        return
+    with warnings.catch_warnings():
+        for kind, *others in [*warnings.filters]:
+            if kind == "error":
+                warnings.filters.remove((kind, *others))  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _exact_numbers() -> Iterator[None]:
+    """Inside, Dynamo takes a number that changes for a new constant. As a symbol it would be computed with by
+    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. Nor does it take ``addcdiv_`` and the
+    like apart, which round otherwise in one piece. The lock is Dynamo's own."""
+    with compile_lock, dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False):
+        yield
+
+
+def _left_to_python(with_callees: bool = False) -> ConvertFrameReturn:
+    """This frame is not compiled; others of the same code are asked about again."""
+    callees = FrameAction.SKIP if with_callees else FrameAction.DEFAULT
+    return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, callees), apply_to_code=False)
+
+
+def compiled_frames(
+    fn: Callable[..., Any],
+    backend: Callable[..., Any],
+    watch: FrameWatch,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None,
+    recompile_limit: int | None = None,
+    are_numbers_exact: bool,
+) -> Callable[..., Any]:
+    """`fn` as ``torch.compile(fn, backend=backend, dynamic=dynamic)`` gives it, with `watch` before Dynamo.
+
+    Args:
+        fn, backend, fullgraph, dynamic: as ``torch.compile`` takes them.
+        watch: is asked, and told.
+        recompile_limit: of this callable alone, if torch can count so; else, and by default, it is that of
+            ``torch._dynamo.config``.
+        are_numbers_exact: whether arithmetic of Python numbers that change from call to call must be
+            Python's.
+    """
+    limits = {} if recompile_limit is None else frame_limits(eval_frame._optimize, recompile_limit)
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **limits)
+    if not hasattr(context, "callback"):  # as TORCHDYNAMO_DISABLE=1 says
+        watch.switched_off()
+        return fn
+    context.callback = _Callback(context.callback, watch, are_numbers_exact)
+    compiled: Callable[..., Any] = context(fn)
+    return compiled
+
+
+def left_by_backend(why: str) -> Exception:
+    """What a backend raises so that Python runs the frame: with ``torch.compile`` itself, from now on."""
+    return SkipFrame(why)
+
+
+def is_optimizer_code(code: CodeType) -> bool:
+    """Whether the code is that of torch's optimizers and schedulers."""
+    return code.co_filename.startswith(_OPTIMIZERS)
+
+
+def user_error_behind(error: Exception) -> Exception:
+    """What a backend has raised, without Dynamo's wrapping."""
+    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
+    return inner if isinstance(inner, Exception) else error
+
+
+_TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
+#: guards of Dynamo's that compare a value by ``==``.
+_BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
+
+
+def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool) -> None:
+    """Add them; nothing happens where nobody compiles.
+
+    Args:
+        inputs: of the graph.
+        module_hooks: whether hooks of modules are among them.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guards: Any = context.guards_context.dynamo_guards
+    guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    compared = {guard.originating_source for guard in guards if guard.inner_create_fn() is _TENSOR_MATCH}
+    for item in inputs:
+        if isinstance(item.source, GradSource) and item.source not in compared:
+            guards.add(item.source.make_guard(_TENSOR_MATCH))
+    for guard in list(guards):
+        if guard.inner_create_fn().__name__ in _BY_VALUE:
+            guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))
+        elif guard.name.endswith(".environ"):
+            guards.add(Guard(guard.originating_source, _ENVIRONMENT))
+    if module_hooks:
+        guard_module_hooks(guards)
+
+
+def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) -> None:
+    """Have `builder` guard on ``what(value)`` of the guarded value; None: there is nothing to guard."""
+    before = what(builder.get(guard))
+    if before is not None:
+        parts = [f"{text} of {guard.name} as it was"]
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda value: what(value) == before, parts, guard.user_stack
+        )
+
+
+def guard_environment(guarded_code: Any) -> None:
+    """Add a guard to code of Dynamo's that asks for environment variables; None is no code."""
+    manager = getattr(guarded_code, "guard_manager", None)
+    if manager is not None and any(".environ" in part for part in manager.code_parts):
+        before = _names_in_environment(os.environ)
+        parts = ["names of os.environ as they were"]
+        manager.root.add_lambda_guard(lambda _: _names_in_environment(os.environ) == before, parts, None)
+
+
+def _sign_of_zero(value: Any) -> float | None:
+    return math.copysign(1.0, value) if type(value) is float and value == 0.0 else None
+
+
+def _names_in_environment(value: Any) -> frozenset[bytes | str] | None:
+    """They are compared in each call, so they are not decoded, as an iteration would do."""
+    return frozenset(getattr(value, "_data", value)) if value is os.environ else None
+
+
+_SIGN_OF_ZERO = functools.partial(_keeps, _sign_of_zero, "sign")
+_ENVIRONMENT = functools.partial(_keeps, _names_in_environment, "names")
+
+
+# what a backend is given
+
+
+@dataclass(frozen=True, eq=False)
+class GraphInput:
+    """One input of a graph that Dynamo made.
+
+    Attributes:
+        name: how the program reaches it (``L['x']``), or the placeholder's name.
+        value: Dynamo's fake, a symbolic number, or a constant.
+        given: the tensor itself, if Dynamo gave it; else `value`.
+        source: Dynamo's source, for guards; None if there is none.
+        is_parameter: whether it is an ``nn.Parameter``.
+        is_static: whether Dynamo says that it stays the same from call to call.
+    """
+
+    name: str
+    value: Any
+    given: Any
+    source: Any
+    is_parameter: bool
+    is_static: bool
+
+
+def fake_mode_for(example_inputs: Sequence[Any]) -> Any:
+    """The fake mode in whose name a backend is called; None if nobody compiles."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    return detect_fake_mode(list(example_inputs))
+
+
+def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
+    """The inputs of `gm`. A tensor that neither is fake nor has a fake of Dynamo's stays real."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [_graph_input(node, given) for node, given in zip(placeholders, example_inputs, strict=True)]
+
+
+def _graph_input(node: fx.Node, given: Any) -> GraphInput:
+    value = given
+    if isinstance(given, torch.Tensor) and not is_fake(given):
+        value = node.meta.get("example_value", given)
+    argument = node.meta.get("grapharg")
+    source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
+    is_number = bool(getattr(argument, "pass_arg_as_tensor", False))  # the program's own value is no tensor
+    marks = node.meta.get("tensor_dict") or {}
+    return GraphInput(
+        source.name if source is not None else node.name,
+        value,
+        given,
+        None if is_number else source,
+        isinstance(given, torch.nn.Parameter) or bool(getattr(given, "_is_param", False)),
+        "_dynamo_static_input_type" in marks,
+    )
+
+
+def fake_of_attribute(mode: Any, tensor: torch.Tensor) -> Any:
+    """The fake of a tensor that the graph itself holds; the same each time. Its sizes are static."""
+    return tensor if is_fake(tensor) else mode.from_tensor(tensor, static_shapes=True)
+
+
+def why_not_as_given(item: GraphInput) -> str | None:
+    """What Dynamo's own trace changed of a fake, so that it no longer shows the input; None if nothing."""
+    fake, given = item.value, item.given
+    if not isinstance(given, torch.Tensor) or fake is given:
+        return None
+    if fake.dim() != given.dim() or fake.dtype != given.dtype or fake.device != given.device:
+        return "its dimensions, dtype or device"
+    if [*map(hint_of, fake.shape)] != [*map(hint_of, given.shape)]:
+        return "its sizes"
+    strides = zip(fake.shape, map(hint_of, fake.stride()), given.stride(), strict=True)
+    if any(hint_of(size) not in (0, 1) and one != other for size, one, other in strides):
+        return "its strides"
+    return None
+
+
+def has_symbols(mode: Any) -> bool:
+    """Whether the shape environment of `mode` knows symbolic sizes."""
+    return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+
+
+@contextmanager
+def traced_in(mode: Any) -> Iterator[None]:
+    """Torch's tracing context names `mode` inside.
+
+    For its backends Dynamo prepares another mode with the same shape environment; both must not meet.
+    """
+    if TracingContext.try_get() is None:
+        yield
+        return
+    with TracingContext.patch(fake_mode=mode):
+        yield
+
+
+def guard_same(first: GraphInput, second: GraphInput) -> None:
+    """Dynamo is to compile again when the two are not the same tensor."""
+    context = TracingContext.try_get()
+    if context is not None and first.source is not None and second.source not in (None, first.source):
+        guards: list[Any] = context.guards_context.aotautograd_guards
+        guards.append(DuplicateInputs(first.source, second.source))
+
+
+def why_ended(gm: fx.GraphModule) -> str:
+    """Why Dynamo ended the graph where it did, and where; empty if nothing was left."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", True):
+        return ""
+    text, *more = map(str.strip, str(reason.reason).strip().splitlines())
+    explained = [line for line in more if line.startswith("Explanation:")]
+    text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"
+
+
+def grad_mode_left(gm: fx.GraphModule) -> bool | None:
+    """The grad mode that the graph leaves on; None if it does not switch it."""
+    switches = [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled]
+    return bool(switches[-1].args[0]) if switches else None
+
+
+def register_once(name: str, backend: Callable[..., Any]) -> None:
+    """Make `backend` known to ``torch.compile``, unless an installed distribution has done so."""
+    if name not in list_backends(exclude_tags=None):
+        register_backend(backend, name)

@@ -1,0 +1,259 @@
+"""Keep what Dynamo would take apart whole: Functions, checkpoints that cannot be repeated, operators.
+
+In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the
+call as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph
+around the call, which then runs as eager runs it.
+
+Dynamo traces the backward of a Function once: with all gradients defined, without history, and without the
+engine's checks. What the Function says of itself to autograd (``mark_dirty``, ``set_materialize_grads``),
+what its backward changes, what it reads when it runs, a second derivative and eager's errors are lost by
+that.
+
+In: the checkpoints that Dynamo meets so. Out: a break of the graph around those that change a tensor in
+place, as a batch norm in training changes its statistics, and around those that draw random numbers without
+``preserve_rng_state``. When eager's backward runs the function once more, it makes the change again, and
+draws other numbers; a graph has one of each.
+
+In: the calls of ``addcdiv``, ``addcmul_`` and the like that Dynamo meets so. Out: one node of its graph for
+each. Products and sums made one after the other round otherwise than the kernel that eager runs. Dynamo means
+to spare a tensor that is given as a number its ``.item()``; such a call is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.misc import produce_trampoline_autograd_apply
+from torch._guards import Guard
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._subclasses import FakeTensor
+
+from retrograd.dynamo.keep_eager import Watch, break_graph, differentiate, keeps_eager, sample
+from retrograd.engine import Reading, methods_of, writes_in_place
+from retrograd.facts import functions
+from retrograd.facts.patches import handle, hidden_from_dynamo
+from retrograd.graph.calls import RefusingAsynchronous
+from retrograd.runtime import pytree
+from retrograd.runtime.tensor import storage_of
+from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional
+
+#: what an argument may be besides a tensor: it never changes.
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def keep_calls_whole() -> None:
+    """From here on, for backends that want eager kept."""
+    handle("torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply", _apply)
+    name = "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function"
+    handle(name, _checkpoint)
+    handle(_HANDLERS, _handlers)
+    handle(_METHOD, _call_method)
+
+
+def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """What Dynamo makes of ``Function.apply(*args, **kwargs)``."""
+    if not keeps_eager(tx) or not _is_recorded([*args, *kwargs.values()]):
+        return original(variable, tx, args, kwargs)
+    function = variable.fn_cls
+    reading = Reading.of(function)
+    reason = "a function mode, or a default device, is active" if _is_in_function_mode(tx) else None
+    reason = (
+        reason
+        or _why_not_a_node(variable, args, kwargs)
+        or reading.reason
+        or _why_unlike_eager(function, args)
+    )
+    if reason is None:
+        _guard(variable, reading)
+        target = produce_trampoline_autograd_apply(function)
+        proxies = tuple([arg.as_proxy() for arg in args])
+        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, proxies, {}))
+    for method in methods_of(function):
+        hidden_from_dynamo(method)
+    name = function.__qualname__
+    what = "autograd.Function that has to run as it is"
+    return break_graph(what, f"{name}.apply", f"{name} is kept whole: {reason}.")
+
+
+def _is_in_function_mode(tx: Any) -> bool:
+    """Whether a function mode of the program's is active; also while it answers a call, without itself."""
+    state = tx.symbolic_torch_function_state
+    return state.cur_mode is not None or state.in_torch_function_mode()
+
+
+def _is_recorded(values: Sequence[Any]) -> bool:
+    """Whether autograd, or a functorch transform, sees the call. If not, only its forward counts."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    return torch.is_grad_enabled() and any(
+        value.is_tensor() and value.requires_grad is not False for value in values
+    )
+
+
+def _why_not_a_node(variable: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a functorch transform is around it"
+    if kwargs:
+        return "it is called with keyword arguments"
+    if variable.source is None:
+        return "its class is made anew in each call"
+    return None if all(map(_is_plain, args)) else "it is given what is neither a tensor nor a constant"
+
+
+def _is_plain(variable: Any) -> bool:
+    if variable.is_tensor():
+        return isinstance(_fake(variable), FakeTensor)
+    return bool(variable.is_python_constant()) and isinstance(variable.as_python_constant(), _CONSTANTS)
+
+
+def _fake(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _sample(variable: Any) -> Any:
+    """An argument as a leaf of its own, still fake."""
+    return sample(_fake(variable)) if variable.is_tensor() else variable.as_python_constant()
+
+
+def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
+    """Run the Function on fake tensors: what speaks against its being one node of a graph."""
+    mode = next(fake_mode_of(_fake(variable)) for variable in variables if variable.is_tensor())
+    assert mode is not None
+    refusing = RefusingAsynchronous()
+    try:
+        with mode, torch.enable_grad(), refusing:
+            why = _why_unlike(function, [_sample(variable) for variable in variables])
+    except Exception as error:
+        why = f"on fake tensors it raises {type(error).__name__}"
+    return refusing.reason or why
+
+
+def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    before = [tensor._version for tensor in tensors]
+    result = function.apply(*args)
+    given_back = [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
+    if not all(isinstance(out, torch.Tensor) for out in given_back):
+        return "it returns what is no tensor"
+    if [tensor._version for tensor in tensors] != before:
+        return "its forward changes what it is given"
+    if any(_shares_memory(out, tensors) for out in given_back):
+        return "it returns what it was given, or a view of it"
+    roots = [out for out in given_back if out.requires_grad]
+    kept = [value for root in roots for value in pytree.tree_leaves(dict(vars(root.grad_fn)))]
+    kept = [value for value in kept if isinstance(value, torch.Tensor)]
+    if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
+        return "it keeps a tensor of the caller's without save_for_backward"
+    differentiate(roots, tensors)
+    return None
+
+
+def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return storage_of(one) in map(storage_of, others)
+
+
+def _guard(variable: Any, reading: Reading) -> None:
+    """Have Dynamo trace again when the Function gets other methods, or a name in them another value."""
+    for name in ("forward", "backward", "setup_context"):
+        if inspect.isfunction(getattr(variable.fn_cls, name)):
+            install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CLOSURE_MATCH))
+    if reading.helpers:
+        install_guard(Guard(variable.source, functools.partial(_names_hold, reading)))
+
+
+def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
+    parts = [f"what {guard.name} calls"]
+    builder.get_guard_manager(guard).add_lambda_guard(
+        lambda _: reading.still_holds(), parts, guard.user_stack
+    )
+
+
+# checkpoints
+
+
+def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """What Dynamo makes of ``checkpoint(...)``."""
+    if _is_in_function_mode(tx) and keeps_eager(tx):
+        lost = "A function mode, or a default device, is active. What is inside would be traced without it."
+        break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", lost)
+    try:
+        result = original(variable, tx, args, kwargs)
+    except NotImplementedError as error:
+        if not keeps_eager(tx):
+            raise
+        break_graph("checkpoint that Dynamo does not know", "torch.utils.checkpoint.checkpoint", str(error))
+    if torch.is_grad_enabled() and keeps_eager(tx) and (why := _why_not_repeatable(tx)) is not None:
+        break_graph("checkpoint that cannot be repeated", "torch.utils.checkpoint.checkpoint", why)
+    return result
+
+
+def _why_not_repeatable(tx: Any) -> str | None:
+    """What the checkpoint that was traced last does otherwise when it runs again; None if nothing."""
+    graph: fx.Graph = tx.output.current_tracer.graph
+    *_, node = graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+    body, *inputs = node.args
+    assert isinstance(body, fx.Node)
+    assert isinstance(body.target, str)
+    module = tx.output.nn_modules[body.target]
+    examples = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in inputs]
+    called: list[Any] = []
+    try:
+        with tx.fake_mode, torch.no_grad(), functional_mode(), Watch(lambda func, *_: called.append(func)):
+            given = [to_functional(one) if isinstance(one, torch.Tensor) else one for one in examples]
+            fx.Interpreter(module).run(*given)
+            is_changed = any_changed(given)
+    except Exception:
+        return None  # the backend will say what it cannot do
+    if is_changed:
+        return "It changes a tensor, and changes it again when the backward computes it once more."
+    draws = any(torch.Tag.nondeterministic_seeded in func.tags for func in called)
+    if draws and not node.kwargs.get("preserve_rng_state", True):
+        return "It draws other random numbers when the backward computes it once more."
+    return None
+
+
+# operators
+
+_HANDLERS = "torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers"
+_METHOD = "torch._dynamo.variables.tensor:TensorVariable.call_method"
+
+
+@functools.cache
+def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """What Dynamo does with functions that it knows. None puts the call into its graph as it is."""
+    known, taken_apart = original(), [getattr(torch, name) for name in functions("taken_apart")]
+
+    def whole(fn: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _is_kept(tx, args[2:], kwargs, fn) else known[fn](variable, tx, *args, **kwargs)
+
+    return {**known, **{fn: functools.partial(whole, fn) for fn in taken_apart if fn in known}}
+
+
+def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What Dynamo makes of a method of a tensor. It sets a hook of an input behind the graph."""
+    if name == "register_hook" and variable.source and not tx.one_graph and keeps_eager(tx):
+        hook = getattr(args[0], "fn", None) or getattr(args[0], "code", None)
+        if writes_in_place(getattr(hook, "value", hook)):
+            break_graph("hook that changes a gradient in place", str(hook), "The graph behind it must know.")
+    if name == "numpy" and variable.requires_grad and torch.is_grad_enabled() and keeps_eager(tx):
+        break_graph("method that refuses a tensor that requires grad", name, "It raises an error.")
+    if name not in functions("methods_taken_apart") or not _is_kept(tx, (), kwargs):
+        return original(variable, tx, name, args, kwargs)
+    with dynamo_config.patch(enable_dynamo_decompositions=False):
+        return original(variable, tx, name, args, kwargs)
+
+
+def _is_kept(tx: Any, behind: Any, kwargs: Any, fn: Any = None) -> bool:
+    """Whether no tensor is given as a number; of ``_foreach_lerp_``, that is among the arguments `behind`."""
+    numbers = [*kwargs.values(), *(behind if fn is torch._foreach_lerp_ else ())]
+    return not any(isinstance(number, TensorVariable) for number in numbers) and keeps_eager(tx)

@@ -1,0 +1,97 @@
+"""The door to torch's autograd engine: requests, the engine's compiler protocol, live graphs, nodes, hooks.
+
+In: arguments of a backward, autograd nodes and hooks. Out: what the engine collected or ran, as plain values.
+"""
+
+from retrograd.engine.aot_functions import is_aot_node, tensors_on_context
+from retrograd.engine.by_value import results_by_value
+from retrograd.engine.collection import (
+    GATEWAYS,
+    Collected,
+    Kept,
+    collect,
+    installed_compiler,
+    leave_engine_cache_to_stock,
+    run_stock,
+    stock_compiler_off,
+)
+from retrograd.engine.entering import window
+from retrograd.engine.function_code import (
+    Reading,
+    methods_of,
+    why_backward_has_effects,
+    writes_in_place,
+)
+from retrograd.engine.graph_task import (
+    HookChanges,
+    LateHook,
+    call_cpp_tensor_pre_hooks,
+    counts_other_hooks,
+    has_waiting_hooks,
+    hooks_on,
+    outside_of_graph_task,
+    run_in_graph_task,
+    watch_hooks,
+    watching,
+)
+from retrograd.engine.nodes import (
+    Versions,
+    backward_number,
+    call_node,
+    checkpoint_is_valid,
+    entry_of,
+    fitted,
+    materializes_grads,
+    modified_error,
+    raise_modified,
+    refuse_nan,
+    refuse_reentry,
+    request_to_release,
+    versions_of,
+    will_execute,
+    will_run,
+)
+from retrograd.engine.protocol import EngineProtocol
+from retrograd.engine.request import (
+    EngineRequest,
+    LiveBackward,
+    accumulating_only_into,
+    edge_of,
+    forward_line,
+    graph_below,
+    idle_nodes,
+    is_traced,
+    is_transformed,
+    leads_to,
+    leaf_of,
+    names_of_nodes,
+    next_sequence_number,
+    nodes_below,
+    passes_through_function,
+    read_ranks,
+    why_not_collectable,
+)
+from retrograd.engine.saved import (
+    AsSaved,
+    kept_by,
+    put_in_place,
+    saved_name,
+    saved_tensors_of,
+    saves_tensors,
+)
+from retrograd.engine.turns import (
+    InTurns,
+    beginning_of,
+    last_turn,
+    nodes_beside_regions,
+    steps_in_turns,
+    take_turns,
+)
+from retrograd.engine.under_way import (
+    answer_queries,
+    answering,
+    is_small,
+    node_under_way,
+    note_reentry,
+    plans_under_way,
+)

@@ -1,0 +1,256 @@
+"""Collect a backward: the short time during which torch's engine talks to our object.
+
+In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
+``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``. Out: the gradients of a stock
+run.
+
+In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
+lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
+(kept by the engine in its structural cache: a later backward of equal structure returns the same one).
+
+The engine's compiler is installed here and nowhere else, and only while the window is open (see `entering`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._dynamo import compiled_autograd as stock
+from torch._dynamo.utils import counters as dynamo_counters
+
+from retrograd.engine.entering import stock_run_backward, window
+from retrograd.errors import Refusal
+from retrograd.process import forgotten_by_reset, restore_after_errors
+
+if TYPE_CHECKING:
+    from retrograd.engine.request import EngineRequest
+
+#: where torch keeps the gateway.
+GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
+
+
+def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward on the stock engine, as torch would."""
+    with window.stock():
+        return call_engine(request)
+
+
+def call_engine(request: EngineRequest, allow_unreachable: bool = False) -> tuple[torch.Tensor | None, ...]:
+    """Call the engine, whatever its compiler is, perhaps as if inputs might be unreachable."""
+    return stock_run_backward(
+        request.tensors,
+        request.grad_tensors,
+        request.keep_graph,
+        request.create_graph,
+        request.inputs,
+        allow_unreachable=request.allow_unreachable or allow_unreachable,
+        accumulate_grad=request.accumulate_grad,
+    )
+
+
+@dataclass
+class Collected:
+    """One backward as the engine handed it over. The lists are ours: whoever reads them may empty them.
+
+    Attributes:
+        artifact: what the capture object returned for this structure: a callable that runs a `Collected`
+            (called if stock compiled autograd meets the structure), with ``n_outputs`` and
+            ``needs_engine_frame``.
+        inputs: tensors lifted from the graph. sizes: sizes that are no longer static.
+        scalars: lifted numbers. hooks: hook objects and Function contexts. packed: packed saved tensors.
+    """
+
+    artifact: Any
+    inputs: list[torch.Tensor]
+    sizes: list[int]
+    scalars: list[int | float]
+    hooks: list[Any]
+    packed: list[Any]
+
+
+class Kept:
+    """What the engine keeps of a structure. It never lets go of it, even when its cache is dropped: it leaks
+    the tuple that ``end_capture`` returns. So the artifact is taken out by us.
+    """
+
+    __slots__ = ("artifact",)
+
+    def __init__(self, artifact: Any) -> None:
+        self.artifact: Any = artifact
+        _kept.append(self)
+
+    def __call__(self, call: Collected) -> Any:
+        """What the artifact returns; the engine demands something that can be called."""
+        return self.artifact(call)
+
+
+#: of all structures in the engine's cache.
+_kept: list[Kept] = []
+
+
+class _Collection(threading.local):
+    """What the engine hands over on this thread, while a window is open."""
+
+    receive: Callable[[Collected], None] | None = None
+
+
+_collection = _Collection()
+restore_after_errors(lambda: _collection.receive, lambda receive: setattr(_collection, "receive", receive))
+_stock_captures = -1
+
+#: the engine forgets no structure: after so many, all are dropped, and captured again if they are met again.
+KEPT_STRUCTURES = 512
+_structures = 0
+
+
+def collect(
+    request: EngineRequest, factory: Callable[[], Any], run_in_frame: Callable[[Collected], None]
+) -> Collected | None:
+    """Let the engine walk the graph of `request` and hand it over; nothing is computed.
+
+    Args:
+        request: the backward.
+        factory: makes a capture object when the structure is new; it is closed in any case.
+        run_in_frame: runs the backward at once, for artifacts with ``needs_engine_frame``.
+
+    Returns:
+        What was collected, or None if it was run in the engine's frame.
+
+    Raises:
+        Refusal: another thread is in a backward, or this one is in the engine's frame.
+        Exception: whatever the engine or the capture object raised; nothing was consumed then, and the
+            same request can still be run on the stock engine.
+    """
+    collected: list[Collected] = []
+
+    def receive(call: Collected) -> None:
+        if call.artifact.needs_engine_frame:
+            engine_protocol.set_autograd_compiler(None, False)  # the end of the window restores it
+            with window.suspended():
+                run_in_frame(call)
+        else:
+            collected.append(call)
+
+    captures: list[Any] = []
+    owner = threading.get_ident()
+
+    def make() -> Any:
+        global _structures
+        if threading.get_ident() != owner:
+            raise Refusal("engine-busy", "a backward of another thread met our capture window")
+        _structures += 1
+        captures.append(factory())
+        return captures[-1]
+
+    prior = _collection.receive
+    with window.capture(), torch.autograd.set_multithreading_enabled(False):
+        _forget_foreign_captures()
+        if _structures >= KEPT_STRUCTURES:
+            clear_engine_cache()
+        _collection.receive = receive
+        try:
+            with _compiler(make):
+                call_engine(request, allow_unreachable=True)
+        finally:
+            _collection.receive = prior
+            for capture in captures:
+                capture.close()
+    return collected[0] if collected else None
+
+
+def runtime_wrapper(kept: Kept, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any) -> list[None]:
+    """Called by the engine with what it keeps of a structure, and this backward's lifted values."""
+    artifact = kept.artifact
+    call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))
+    inputs.clear()
+    if _collection.receive is not None:
+        _collection.receive(call)
+        return [None] * artifact.n_outputs
+    with _compiler(None):
+        return list(artifact(call))
+
+
+@forgotten_by_reset
+def clear_engine_cache() -> None:
+    """Drop every structure that the engine remembers, ours and others'."""
+    global _structures
+    _structures = 0
+    engine_protocol.clear_cache()
+    while _kept:
+        _kept.pop().artifact = None
+
+
+def leave_engine_cache_to_stock() -> None:
+    """The engine's cache does not know who filled it: stock must not find structures of ours."""
+    if _kept:
+        clear_engine_cache()
+
+
+def _forget_foreign_captures() -> None:
+    """Nor must we find structures of stock's: drop all when stock compiled autograd captured since."""
+    global _stock_captures
+    captures = dynamo_counters["compiled_autograd"]["captures"]
+    if captures != _stock_captures:
+        clear_engine_cache()
+        _stock_captures = captures
+
+
+class _Replaced(threading.local):
+    """The compilers of the engine that this thread has replaced, the first one first."""
+
+    def __init__(self) -> None:
+        self.compilers: list[tuple[Any, bool]] = []
+
+
+_replaced = _Replaced()
+
+
+def _put_compilers_back(count: int) -> None:
+    """Until `count` are replaced. An error may have come at any instruction of the blocks below."""
+    compilers = _replaced.compilers
+    while len(compilers) > count:
+        compiler, dynamic = compilers[-1]
+        engine_protocol.set_autograd_compiler(compiler, dynamic)
+        stock.compiled_autograd_enabled = stock.compiled_autograd_enabled or compiler is not None
+        compilers.pop()
+
+
+restore_after_errors(lambda: len(_replaced.compilers), _put_compilers_back)
+
+
+class _compiler:
+    """Installs `factory` as the engine's compiler, then restores what was there."""
+
+    def __init__(self, factory: Callable[[], Any] | None) -> None:
+        self._factory = factory
+
+    def __enter__(self) -> None:
+        self._count = len(_replaced.compilers)
+        # In one instruction: nothing can come between the exchange and the note of it.
+        _replaced.compilers.extend(map(engine_protocol.set_autograd_compiler, (self._factory,), (False,)))
+
+    def __exit__(self, *error: object) -> None:
+        _put_compilers_back(self._count)
+
+
+def installed_compiler() -> Any | None:
+    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
+    None if it is off. Ours is never seen here."""
+    if not stock.compiled_autograd_enabled:
+        return None
+    with window.stock(), _compiler(None):  # no capture of ours is under way on another thread
+        return _replaced.compilers[-1][0]
+
+
+@contextmanager
+def stock_compiler_off() -> Iterator[None]:
+    """Switch stock compiled autograd off, and on again at the end."""
+    with _compiler(None):
+        stock.compiled_autograd_enabled = False
+        yield

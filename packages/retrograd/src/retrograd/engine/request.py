@@ -1,0 +1,336 @@
+"""One backward: the autograd graph that it runs over, and what user code may ask about it.
+
+In: an `EngineRequest`; the modes that are active, stock compiled autograd among them. Out: the first obstacle
+to a capture, as a code and a sentence: such a backward runs on the stock engine.
+
+In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are wanted
+with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A
+`LiveBackward` is passed down through the stages. It knows both orders of the nodes, and what user code may
+ask of the engine (see `under_way`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from retrograd.engine.collection import GATEWAYS
+from retrograd.errors import Refusal
+from retrograd.facts.patches import handled_here
+from retrograd.graph.eager_order import (
+    ROOT,
+    Edge,
+    LiveGraph,
+    LiveNode,
+    eager_walk,
+    engine_walk,
+)
+from retrograd.graph.reach import reached
+from retrograd.process import cached_property
+from retrograd.runtime.cuda import side_streams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One call of the engine. Field names are the keyword names of the C++ engine.
+
+    Attributes:
+        tensors: roots, tensors or ``GradientEdge``.
+        grad_tensors: one cotangent per root.
+        keep_graph, create_graph: as in ``torch.autograd.backward``.
+        inputs: what gradients are wanted of; empty for all leaves.
+        allow_unreachable: whether an input that the roots do not reach gives None.
+        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` were added by us; nobody wants their gradients.
+    """
+
+    tensors: tuple[Any, ...]
+    grad_tensors: tuple[Any, ...]
+    keep_graph: bool
+    create_graph: bool
+    inputs: tuple[Any, ...] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+    added: int = 0
+
+
+def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
+    """What the engine's protocol refuses or cannot express: a code and a sentence; None if it can hand this
+    backward over."""
+    if torch.is_anomaly_enabled():
+        return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
+    if side_streams.any and torch.cuda.is_current_stream_capturing():
+        return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
+    functorch = torch._C._functorch
+    wraps = functorch.is_functorch_wrapped_tensor, functorch.is_legacy_batchedtensor  # newer and older vmap
+    tensors = [t for t in (*request.tensors, *request.grad_tensors) if isinstance(t, torch.Tensor)]
+    if functorch.maybe_current_level() is not None or any(wrap(t) for t in tensors for wrap in wraps):
+        return "functorch", "a functorch transform (grad, vjp, vmap, …) is active"
+    if torch.is_inference_mode_enabled():
+        return "inference-mode", "inference mode is active"
+    return None
+
+
+def is_traced() -> bool:
+    """Whether a tracer runs this backward to see its operations: there is nothing to compile then, and
+    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so.
+
+    Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
+    on one."""
+    keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    if torch._C._get_tracing_state() is not None:
+        return True
+    tracers = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return torch._C._len_torch_dispatch_stack() > 0 and any(mode(key) is not None for key in tracers)
+
+
+def is_transformed(request: EngineRequest) -> bool:
+    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part
+    of the transform, and nobody's backward."""
+    roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
+
+
+def read_ranks(request: EngineRequest) -> tuple[int, ...]:
+    """The nodes of `request`, numbered in order of discovery, sorted by sequence number.
+
+    Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
+    whose order is visible, so it reads nothing else.
+    """
+    numbers = [node._sequence_nr() for node in nodes_below(map(edge_of, request.tensors))]
+    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+
+
+def next_sequence_number() -> int:
+    """That of the next node which this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
+    """The names of all nodes of `request`, in order of discovery: equal for backwards of equal structure."""
+    return tuple([node.name() for node in nodes_below(map(edge_of, request.tensors))])
+
+
+def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> Iterator[Any]:
+    """The nodes below `edges` (a node and which of its inputs), nearest first, not beyond `ends`."""
+    seen: dict[Any, None] = dict.fromkeys(node for node, _ in edges if node is not None)
+    waiting = list(seen)
+    for above in waiting:  # grows while it is read
+        yield above
+        for node, _ in () if above in ends else above.next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                waiting.append(node)
+
+
+def graph_below(
+    edges: Iterable[tuple[Any, int]], ends: Container[Any] = (), left_out: Container[Any] = ()
+) -> LiveGraph:
+    """The graph of `nodes_below`, in their order, without nodes that hand their one gradient on as it is."""
+    edges = list(edges)
+    found = (node for node in nodes_below(edges, ends) if node not in left_out)
+    index = {node: number for number, node in enumerate(found)}
+
+    def to(node: Any, slot: int) -> Edge | None:
+        while node in left_out:
+            ((node, slot),) = node.next_functions
+        return None if node is None else Edge(index[node], slot)
+
+    nodes: list[LiveNode] = []
+    for above in index:
+        below = () if above in ends else above.next_functions
+        after = tuple([to(*edge) for edge in below])
+        nodes.append(LiveNode(above, above.name(), above._sequence_nr(), after))
+    roots = [edge for node, slot in edges if (edge := to(node, slot)) is not None]
+    return LiveGraph(tuple(nodes), tuple(roots), None)
+
+
+_INDEXING = frozenset({"SliceBackward0", "SelectBackward0", "UnsqueezeBackward0", "IndexBackward0"})
+
+
+def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> set[Any]:
+    """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]``
+    torch makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
+    ``aten/src/ATen/TensorIndexing.h``."""
+    beside: dict[Any, set[str]] = {}
+    roots = {node for node, _ in edges}
+    for above in nodes_below(((node, 0) for node in roots), ends):
+        for node, _ in () if above in ends else above.next_functions:
+            beside.setdefault(node, set()).add(above.name())
+            if above in roots and node is not None:
+                beside.setdefault(above, set()).add("" if _is_idle(node) else node.name())
+    return {n for n, names in beside.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
+
+
+def _is_idle(node: Any) -> bool:
+    name = "" if node is None else node.name()
+    numbers = (node._saved_start, node._saved_end, node._saved_step) if name == "SliceBackward0" else ()
+    is_whole = all(type(number) is int for number in numbers) and numbers == (0, sys.maxsize, 1)
+    return is_whole or name == "AliasBackward0"
+
+
+def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a Function in Python stands between the history of `value` and that of `base`."""
+    end, _ = edge_of(base) if base.requires_grad else (None, 0)
+    nodes = nodes_below([edge_of(value)], (end,)) if value.grad_fn is not None else ()
+    return any(hasattr(node, "apply") for node in nodes if node is not end)
+
+
+def leads_to(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the history of `value` goes back to that of `base`."""
+    end, _ = edge_of(base)
+    return any(node is end for node in nodes_below([edge_of(value)], (end,)))
+
+
+@contextmanager
+def accumulating_only_into(is_ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, a backward that this thread begins, and that would write the ``.grad`` of another tensor, is
+    refused."""
+
+    def run(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
+        if options.get("accumulate_grad"):
+            leaves = map(leaf_of, nodes_below(edge_of(tensor) for tensor in tensors if tensor.requires_grad))
+            if not all(leaf is None or is_ours(leaf) for leaf in leaves):
+                raise Refusal("backward-effect", "its backward runs another, which accumulates into a leaf")
+        return original(tensors, *args, **options)
+
+    with handled_here(GATEWAYS[0], run), handled_here(GATEWAYS[1], run):
+        yield
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor into whose ``.grad`` the node accumulates; None for other nodes."""
+    return getattr(node, "variable", None)
+
+
+def read_live_graph(request: EngineRequest) -> LiveGraph:
+    """The graph of `request`, in order of discovery from its roots."""
+    graph = graph_below(map(edge_of, request.tensors))
+    index = {node.handle: number for number, node in enumerate(graph.nodes)}
+    targets = [index[node] for node, _ in map(edge_of, request.inputs) if node in index]
+    return replace(graph, wanted=_wanted(graph.nodes, targets)) if request.inputs else graph
+
+
+def forward_line(node: Any) -> str:
+    """The user's line that made `node`: ``model.py:88  y = x.sin()``; torch records it if the forward ran in
+    anomaly mode. Else, for an ``autograd.Function``, where its backward is: ``model.py:12  Exp.backward``;
+    else empty."""
+    frames = node.metadata.get("traceback_")
+    found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
+    if found:
+        return f"{os.path.basename(found[1])}:{found[2]}  {found[3].strip()}"
+    function: Any = getattr(node, "_forward_cls", None)
+    backward: Any = getattr(function, "backward", None)
+    code = getattr(backward, "__code__", None)
+    if code is None or (function.__module__ or "").startswith("torch."):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}  {backward.__qualname__}"
+
+
+def edge_of(root: Any) -> tuple[Any, int]:
+    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is.
+
+    There is no node where nothing is differentiable, and for a view that was made under `no_grad` of what is.
+    """
+    if isinstance(root, GradientEdge):
+        return root.node, root.output_nr
+    if not isinstance(root, torch.Tensor) or not root.requires_grad:
+        return None, 0
+    if root.grad_fn is not None:
+        return root.grad_fn, root.output_nr
+    with torch.enable_grad():
+        reader = root.view_as(root) if root.layout is torch.strided else root.clone()
+        return reader.grad_fn.next_functions[0]  # type: ignore[union-attr]
+
+
+def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
+    """Nodes from which a target can be reached, the targets included."""
+    producers: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for edge in node.edges:
+            if edge is not None:
+                producers.setdefault(edge.node, []).append(i)
+    return frozenset(reached(targets, lambda node: producers.get(node, ())))
+
+
+_NOT_OF_LEAVES = (
+    "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "
+    "This is currently not supported."
+)
+
+
+class LiveBackward:
+    """One backward.
+
+    Attributes:
+        asked: of the engine. request: what it is asked in fact: perhaps for the gradients of more inputs.
+        node_call: the node call whose user code the plan runs now.
+        is_reentered: whether user code that it runs has differentiated through nodes of its own.
+    """
+
+    def __init__(self, asked: EngineRequest) -> None:
+        self.asked = self.request = asked
+        self.node_call = 0
+        self.is_reentered = False
+
+    @cached_property
+    def asked_graph(self) -> LiveGraph:
+        """The live graph, as `asked` needs it."""
+        return read_live_graph(self.asked)
+
+    @cached_property
+    def graph(self) -> LiveGraph:
+        """The live graph, as `request` needs it."""
+        return self.asked_graph if self.request is self.asked else read_live_graph(self.request)
+
+    @cached_property
+    def walk(self) -> list[int]:
+        """Indices of the graph's nodes, by node call."""
+        return engine_walk(self.graph)
+
+    @cached_property
+    def node_calls(self) -> list[Any]:
+        """The autograd nodes by node call; None for the graph root."""
+        return [None if i == ROOT else self.graph.nodes[i].handle for i in self.walk]
+
+    @cached_property
+    def inner_nodes(self) -> frozenset[Any]:
+        """The nodes that are no leaves'."""
+        return frozenset(node for node in self.node_calls if node is not None and leaf_of(node) is None)
+
+    # what user code asks
+
+    def current_node(self) -> Any:
+        """The autograd node that eager would be executing."""
+        return self.node_calls[self.node_call]
+
+    def will_execute(self, node: Any) -> bool:
+        """Whether eager says that it executes `node` in this backward. It does not say so of an only root's
+        node, which ``Engine::compute_dependencies`` takes for its own ``GraphRoot``.
+
+        Raises:
+            RuntimeError: eager does not say so of leaves that ``autograd.grad`` is asked for.
+        """
+        index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
+        if [index] == [root.node for root in self.graph.roots]:
+            return False
+        is_executed = index is not None and (self.graph.wanted is None or index in self.graph.wanted)
+        if is_executed and not self.asked.accumulate_grad and leaf_of(node) is not None:
+            raise RuntimeError(_NOT_OF_LEAVES)
+        return is_executed
+
+    def execution_order(self) -> list[Any]:
+        """The nodes in the order in which eager executes them."""
+        return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]

@@ -1,0 +1,205 @@
+"""Facts about operators: who defines them, which raise depending on values, and which only start their work.
+
+In: a graph. Out: the names of operators in it that torch does not define, and the modules that define them:
+once another process has imported these, it knows the operators too.
+
+In: a call of an operator. Out: the errors that it may raise when it runs, but not on fake tensors.
+
+In: a call in a trace. Out: a refusal if the operator only starts its work, as a collective of ``c10d`` does.
+Python waits for it by a handle, and no trace sees that. Functional collectives have an operator that waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrograd.errors import Refusal
+from retrograd.facts import fact, is_of_family
+from retrograd.facts.patches import COLLECTING, Handler, handled_here
+from retrograd.graph.fx import OF_TORCH, is_operator_overload, schema_of
+
+#: namespaces of operators that start work, or tell devices in which order to do it.
+_STARTING = frozenset({"c10d", "streams"})
+#: what they return in other namespaces, as schemas write it.
+_HANDLES = ("__torch__.torch.classes.c10d.Work", "Future")
+
+
+def refuse_asynchronous(targets: Iterable[Any]) -> None:
+    """Refuse a call of an operator that only starts its work.
+
+    Args:
+        targets: what is called. An operator of higher order may have others among its arguments.
+
+    Raises:
+        Refusal: one of them starts work that somebody has to wait for.
+    """
+    for target in targets:
+        if is_operator_overload(target) and _is_asynchronous(target):
+            raise Refusal("asynchronous", f"it calls {target}, which Python has to wait for")
+
+
+@functools.cache
+def _is_asynchronous(operator: torch._ops.OpOverload) -> bool:
+    kinds = [str(returned.type) for returned in operator._schema.returns]
+    return operator.namespace in _STARTING or any(kind.startswith(_HANDLES) for kind in kinds)
+
+
+def around_collecting(handler: Handler) -> AbstractContextManager[None]:
+    """Inside, `handler` is asked before a process group of this thread begins to collect what is started, as
+    ``batch_isend_irecv`` has it do. No operator tells of that, and nobody would end it after an error."""
+    return handled_here(COLLECTING, handler) if torch.distributed.is_available() else nullcontext()
+
+
+def collecting_refused() -> Refusal:
+    """Why a trace does not go on where a process group begins to collect."""
+    return Refusal("asynchronous", "a process group collects what it starts, and Python has to wait for it")
+
+
+class RefusingAsynchronous(TorchDispatchMode):
+    """While open on this thread, such calls are refused before they start, whoever catches the error.
+
+    Attributes:
+        reason: why the first of them was refused; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            refuse_asynchronous([func])
+        except Refusal as refusal:
+            self.reason = self.reason or str(refusal)
+            raise
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Any:
+        self._around = around_collecting(self._collecting)
+        self._around.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.__exit__(*error)
+
+    def _collecting(self, *_: Any) -> Any:
+        refusal = collecting_refused()
+        self.reason = self.reason or str(refusal)
+        raise refusal
+
+
+def is_registered(name: str, overload: str) -> bool:
+    """Whether torch's dispatcher knows an operator of this name, such as ``aten::add``, and overload.
+
+    Raises:
+        RuntimeError: these are no names.
+    """
+    return torch._C._dispatch_has_kernel(name if overload == "default" else f"{name}.{overload}")
+
+
+def custom_operators(graph: fx.Graph) -> Iterator[str]:
+    """The names of the operators in a graph that torch does not define."""
+    for node in graph.nodes:
+        if is_operator_overload(node.target) and node.target.namespace not in OF_TORCH:
+            yield node.target.name()
+
+
+def defining_modules(graph: fx.Graph) -> list[str]:
+    """The modules that define them, by name. An operator of the program's main file, or one of which nobody
+    can tell where it is from, has none."""
+    names = [_of_decorator(name) or _of_registration(name) for name in {*custom_operators(graph)}]
+    return sorted({name for name in names if name is not None and name != "__main__"})
+
+
+def _of_decorator(operator: str) -> str | None:
+    """Where a function stands of which ``torch.library.custom_op`` has made the operator."""
+    definition = OPDEFS.get(operator)
+    return None if definition is None else definition._init_fn.__module__
+
+
+#: where the dispatcher says that a kernel was registered.
+_PLACE = re.compile(r"registered at (.*\.py):\d+")
+
+
+def _of_registration(operator: str) -> str | None:
+    """The module whose file registers it, or a kernel of it, with a ``torch.library.Library``."""
+    files = set(_PLACE.findall(torch._C._dispatch_dump(operator)))
+    for name, module in [*sys.modules.items()]:
+        if getattr(module, "__file__", None) in files and name.partition(".")[0] != "torch":
+            return name
+    return None
+
+
+class Errors(NamedTuple):
+    """What a call may raise when it runs.
+
+    Attributes:
+        classes: of the errors.
+        heeds_finally: whether a ``finally`` that raises the error again counts as code that catches it. One
+            stands around every forward of ``transformers``: only factorisations and assertions heed it.
+    """
+
+    classes: tuple[type[Exception], ...]
+    heeds_finally: bool
+
+
+OF_CHECKS = Errors((RuntimeError, AssertionError), heeds_finally=True)
+OF_VALUES = Errors((RuntimeError, IndexError, ValueError), heeds_finally=False)
+OF_THE_USER = Errors((Exception,), heeds_finally=False)
+
+#: arguments that hold numbers of elements or labels.
+_PLACES = frozenset({"index", "indices", "target", "targets", "offsets", "lengths", "repeats", "sorter"})
+
+
+def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Errors | None:
+    """What a call may raise when it runs, depending on the values of its tensors; None if nothing."""
+    if not is_operator_overload(operator):
+        return None
+    if operator.namespace not in OF_TORCH:
+        return OF_THE_USER
+    name, schema = operator._schema.name.partition("::")[2], schema_of(operator)
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    raises = fact("raises", operator)
+    if raises in ("check", "only") or given.get("check_errors") is True:
+        return OF_CHECKS
+    is_of_no_range = name == "histc" and given.get("min", 0) == given.get("max", 0)
+    divisor = args[1] if len(args) > 1 and is_of_family("divides", name) else None
+    if raises == "value" or is_of_no_range or (_is_whole(divisor) and not _is_fraction(args[0])):
+        return OF_VALUES
+    places = [each for key in _PLACES & given.keys() for each in _listed(given[key])]
+    return OF_VALUES if any(map(_is_whole, places)) else None
+
+
+def _is_fraction(value: Any) -> bool:
+    """Whether it is a number or a tensor that is divided without an error."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.is_floating_point() or value.is_complex() if is_tensor else isinstance(value, float)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor of whole numbers whose kernel looks at them: on a GPU, no error is raised."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "cuda":
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)

@@ -1,0 +1,420 @@
+"""FX graphs: how nodes are written, copied and run, and what an operator does besides returning a value.
+
+In: graphs, calls and nodes. Out: whether a call has an effect or draws random numbers (what is unknown counts
+as having an effect); nodes, without what
+``torch.fx.Graph.create_node`` does for graphs that are not our own, but with the same name in the same place;
+modules whose Python code is written when it is first asked for, because that takes as long as tracing. Left
+out of ``create_node`` are the search of the arguments for symbolic numbers and the callbacks of a module that
+owns the graph: a deep model's backward has tens of thousands of nodes, and these graphs have neither. Source:
+``torch/fx/graph.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import getitem
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx, nn
+from torch._higher_order_ops.effects import _get_effect
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.immutable_collections import immutable_dict
+from torch.fx.node import _side_effectful_functions, map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from retrograd.facts import fact, functions
+from retrograd.graph.emit import Boxed, boxed_calls
+from retrograd.graph.joint import output_examples
+from retrograd.graph.lazy import LazyGraph, Summary
+
+_PURE_MODULES = frozenset({"_operator", "math"})
+#: functions of symbolic numbers.
+SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
+_WAIT = "_c10d_functional::wait_tensor"
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
+#: namespaces of torch's operators.
+OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantized", *_COLLECTIVES})
+DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether the target is an operator with a schema, such as ``aten.add.Tensor``."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+#: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.released`).
+SAVED_FOR = "saved_for"
+#: of a node of a joint graph: the regions for which eager saves its value, or one that shows the same memory.
+KEPT_FOR = "kept_for"
+
+
+def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
+    """Have everybody read `equal`, which gives the same value as `node`."""
+    node.replace_all_uses_with(equal)
+    for key in (SAVED_FOR, KEPT_FOR):
+        if noted := node.meta.get(key):
+            equal.meta[key] = (*equal.meta.get(key, ()), *noted)
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
+    return target._schema
+
+
+def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What `operator`, which fills its argument in place, writes into a tensor laid out like `value`: in what
+    order numbers are drawn depends on how the tensor lies in memory."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return operator(made, *args, **kwargs)
+
+
+def fill_in_place(graph: fx.Graph) -> None:
+    """Have the calls that were made in place draw their numbers so again; changes `graph`."""
+    for node in graph.nodes:
+        if (operator := node.meta.get("fills_by")) is None:
+            continue
+        fill: Any = partial(filled_in_place, operator)
+        if node.target is run_and_save_rng_state:
+            node.args = (fill, *node.args[1:])
+        elif node.target is run_with_rng_state:
+            node.args = (node.args[0], fill, *node.args[2:])
+        elif is_operator_overload(node.target) and is_random(node):
+            node.target, node.args = filled_in_place, (operator, *node.args)
+
+
+def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Replace a call that draws random numbers by one that also keeps the generator's state.
+
+    Returns:
+        The state, what the call gives (which is read in place of `node`), and a call that gives it again.
+    """
+    draw: tuple[Any, ...] = (node.target, *node.args)
+    with graph.inserting_before(node):
+        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
+        state = graph.call_function(getitem, (both, 0))
+        value = graph.call_function(getitem, (both, 1))
+        again = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
+    for made in (both, value, again):
+        made.meta = dict(node.meta)
+    value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"
+    state.meta["val"] = _fake_state(node)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+    return state, value, again
+
+
+def draws_again(graph: fx.Graph) -> bool:
+    """Whether numbers are drawn in it from a state that was kept."""
+    return any(node.target is run_with_rng_state for node in graph.nodes)
+
+
+def _fake_state(node: fx.Node) -> torch.Tensor:
+    """A fake of the state of the generator that a call draws from."""
+    value = node.meta["val"]
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    with real_tensors():
+        cuda = value.device.type == "cuda" and torch.cuda.is_available()
+        size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
+    with value.fake_mode:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether the target is an operator that takes graphs or operators."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the schema says that the call writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_write_to_input(node: fx.Node) -> bool:
+    """Whether the call does nothing but write elements into an input of the graph."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """The places of the inputs that `is_write_to_input` calls of `graph` write to."""
+    targets = {node.args[0] for node in graph.nodes if is_write_to_input(node)}
+    return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in targets)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the call, or one in a graph given to it, draws random numbers. Attention without dropout does
+    not, though its operator may."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return any(is_random(inner) for inner in _inner_nodes(node))
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    return "dropout_p" not in names or bool(arguments_of(node).get("dropout_p", 0.0) != 0.0)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a call of an operator is given, by the names of its schema; without defaults."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call itself, not one in a graph given to it, draws random numbers."""
+    return is_operator_overload(node.target) and is_random(node)
+
+
+def only_draws(node: fx.Node) -> bool:
+    """Whether that is all that can be seen of a call besides its value; some keep the generator's state."""
+    return draws_random_numbers(node) or node.target is run_and_save_rng_state
+
+
+def random_devices(graph: fx.Graph) -> tuple[torch.device, ...]:
+    """The devices of whose generators calls in `graph` draw."""
+    return tuple({_device(node.meta["val"]): None for node in filter(only_draws, graph.nodes)})
+
+
+def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
+    """`gm`, which does not change any more; with other example inputs, if they are given."""
+
+    def summarise(gm: fx.GraphModule) -> Summary:
+        found = _summary_of(gm)
+        return found if inputs is None else replace(found, inputs=tuple(inputs))
+
+    return LazyGraph(lambda: gm, summarise)
+
+
+def _summary_of(gm: fx.GraphModule) -> Summary:
+    inputs = gm.graph.find_nodes(op="placeholder")
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    effects = list(filter(has_effect, calls))
+    return Summary(
+        tuple(node.name for node in inputs),
+        tuple(node.meta.get("val") for node in inputs),
+        tuple(output_examples(gm.graph)),
+        len(calls),
+        frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
+        random_devices(gm.graph),
+        bool(effects),
+        not all(only_draws(effect) or fact("raises", effect.target) == "only" for effect in effects),
+    )
+
+
+def _device(value: Any) -> torch.device:
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    device: torch.device = value.device
+    return device
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether leaving the call out, making it twice or moving it could be seen by other means than its value.
+
+    Drawing random numbers is such an effect: it moves the generator.
+    """
+    target = node.target
+    if node.op != "call_function":
+        return node.op not in ("placeholder", "get_attr", "output")
+    if target in _side_effectful_functions:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        raises = fact("raises", target) == "only"
+        return raises or _get_effect(target) is not None or is_mutating(node) or is_random(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return _has_effect_in_higher_order(node, target)
+    return getattr(target, "__module__", "") not in _PURE_MODULES and target not in SYMBOLIC
+
+
+def _has_effect_in_higher_order(node: fx.Node, target: Any) -> bool:
+    known = *functions("self_contained"), *functions("pure")
+    if target.name() not in known or _get_effect(target) is not None:
+        return True
+    operators = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
+    if any(op in _side_effectful_functions or _get_effect(op) is not None for op in operators):
+        return True
+    return any(has_effect(inner) for inner in _inner_nodes(node))
+
+
+def _inner_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes of the graphs that the call is given."""
+    owner = node.graph.owning_module
+    names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
+    if owner is None or not is_higher_order(node.target):
+        return []
+    graphs = [operator.attrgetter(name)(owner) for name in names]
+    return [inner for graph in graphs if isinstance(graph, fx.GraphModule) for inner in graph.graph.nodes]
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether the call does: given a copy with other strides, it reads other elements."""
+    return "as_strided" in str(getattr(node.target, "__name__", ""))
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs. Torch tags
+    an operator so if that can be: indexing by a mask gives an unknown size, by numbers a known one."""
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or DEPENDS_ON_DATA.isdisjoint(target.tags):
+        return False
+    return not isinstance(value, torch.Tensor) or bool(free_unbacked_symbols(value))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the call starts communication that a ``wait_tensor`` ends."""
+    target = node.target
+    known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
+    return known and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the call waits for communication."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name == _WAIT
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute on real tensors here, without history, whatever modes are active around us."""
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph`."""
+    copy, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        made[node] = add_copy(copy, node, made.__getitem__)
+    return copy
+
+
+def copied_module(
+    gm: fx.GraphModule, module: Callable[[nn.Module, fx.Graph, str], fx.GraphModule] = fx.GraphModule
+) -> fx.GraphModule:
+    """A copy of `gm`, made by `module`; tensors and submodules are shared, ``meta`` dictionaries are not."""
+    copy = module(gm, copied(gm.graph), "joint")
+    copy.meta = dict(gm.meta)
+    return copy
+
+
+def boxed(gm: fx.GraphModule) -> Boxed:
+    """A function that runs the graph of `gm`, as it is now."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    *calls, output = [node for node in gm.graph.nodes if node.op != "placeholder"]
+    return boxed_calls(inputs, calls, output.args[0], gm)
+
+
+def lazily() -> AbstractContextManager[None]:
+    """Inside, torch's own functions make such modules."""
+    context: AbstractContextManager[None] = _use_lazy_graph_module(True)
+    return context
+
+
+def lazy_graph_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A module of `graph`, with the constants of `root`."""
+    with lazily():
+        return _make_graph_module(root, graph, name)
+
+
+_NO_KWARGS: Any = immutable_dict()
+
+#: what ``Graph._target_to_str`` makes of a function's name.
+_bases: dict[str, str] = {}
+
+
+def add_call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """Add a call of `target`; its node is called `name`, by default after the target."""
+    if name is None:
+        own = target.__name__
+        name = _bases.get(own)
+        if name is None:
+            name = _bases[own] = graph._target_to_str(target)
+    return _add(graph, "call_function", target, args, kwargs or _NO_KWARGS, _unused(graph, name))
+
+
+def add_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """Add a placeholder at the insertion point; `name` is its target and its name."""
+    return _add(graph, "placeholder", name, (), _NO_KWARGS, _unused(graph, name))
+
+
+def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> fx.Node:
+    """Add a copy of `node`, which may be of another graph, with a ``meta`` dictionary of its own."""
+    args = map_arg(node.args, value_of)
+    kwargs = map_arg(node.kwargs, value_of) if node.kwargs else _NO_KWARGS
+    name, used = node.name, graph._graph_namespace._used_names
+    if name in used:
+        name = _unused(graph, name)
+    used.add(name)
+    copy = _add(graph, node.op, node.target, args, kwargs, name)
+    copy.meta.update(node.meta)
+    return copy
+
+
+def _unused(graph: fx.Graph, candidate: str) -> str:
+    """A name like `candidate` that no node of the graph has."""
+    return graph._graph_namespace.create_name(candidate, None)
+
+
+def _add(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    graph._graph_namespace._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
+def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
+    """`run`, whose results have the strides of `fakes`, where these are static: a code generator may pad a
+    matrix product and give a slice of it. The first call shows with which results it does so."""
+    places: list[int] | None = None
+
+    def run_with_strides(args: list[Any]) -> Sequence[Any]:
+        nonlocal places
+        results = run(args)
+        if places is None:
+            places = [i for i, fake in enumerate(fakes) if _differs(fake, results[i])]
+        if not places:
+            return results
+        made = [*results]
+        for i in places:
+            made[i] = made[i].new_empty_strided(made[i].shape, fakes[i].stride()).copy_(made[i])
+        return made
+
+    return run_with_strides
+
+
+def with_strides_of(run: Boxed, results: Sequence[Any]) -> Boxed:
+    """`run`, whose results have the strides of `results`."""
+
+    def form(result: Any) -> torch.Tensor | None:
+        if type(result) is not torch.Tensor:
+            return None
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+
+    return with_strides(run, [form(result) for result in results])
+
+
+def is_symbolic(fake: torch.Tensor) -> bool:
+    """Whether a size or a stride is symbolic."""
+    return bool(fake._has_symbolic_sizes_strides)
+
+
+def _differs(fake: Any, result: Any) -> bool:
+    if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    if is_symbolic(fake):
+        return False
+    return fake.shape == result.shape and fake.stride() != result.stride()

@@ -1,0 +1,156 @@
+"""Does the installed torch do what the package stands on? Asked of what it can do, not of its number.
+
+In: the imported torch. Out: nothing; for a release that no test has seen, one warning; or one
+`UnsupportedTorchError` that names what is missing. What modules import at their top is named by
+``retrograd.__init__``: without it they cannot be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch._dynamo.compiled_autograd import AutogradCompilerInstance
+from torch.utils.checkpoint import checkpoint
+
+from retrograd.engine.collection import Kept, clear_engine_cache, collect
+from retrograd.engine.protocol import EngineProtocol
+from retrograd.engine.request import EngineRequest
+from retrograd.errors import Refusal, UnsupportedTorchError, first_line
+from retrograd.facts import read_table
+from retrograd.facts.patches import COLLECTING, TABLE, handled_here, owner_and_attribute
+from retrograd.facts.releases import CHECKPOINT
+
+#: the releases that all tests ran under.
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+
+#: what is neither imported by name nor replaced, but asked for when it is needed: owner -> attributes.
+REQUIRED: dict[str, str] = read_table("patches")["required"]
+
+
+def required_names() -> tuple[str, ...]:
+    """What must be there, as `owner_and_attribute` takes it."""
+    table = [name for name, row in TABLE.items() if "only" not in row]
+    table += [CHECKPOINT, *([COLLECTING] if torch.distributed.is_available() else ())]
+    return (*table, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
+
+
+def missing_names() -> Iterator[str]:
+    """The private names that this torch does not have, fully qualified."""
+    for name in required_names():
+        try:
+            owner_and_attribute(name)
+        except (ImportError, AttributeError):
+            yield name.replace(":", ".")
+
+
+def unlike_calls() -> Iterator[str]:
+    """The calls of the protocol that torch's own capture object takes with other arguments than ours."""
+    for name, ours in vars(EngineProtocol).items():
+        theirs = getattr(AutogradCompilerInstance, name, None)
+        if not name.startswith("_") and theirs is not None:
+            try:
+                inspect.signature(ours).bind(*inspect.signature(theirs).parameters)
+            except TypeError as error:
+                yield f"AutogradCompilerInstance.{name} as it was ({error})"
+
+
+class _Listener:
+    """A recorder and an artifact that only notes which nodes it is told of."""
+
+    n_outputs, needs_engine_frame = 0, False
+
+    def __init__(self) -> None:
+        self.nodes: list[str] = []
+
+    def __call__(self, _: Any) -> list[None]:
+        return []
+
+    def begin(self, inputs: int, sizes: int, scalars: int) -> tuple[list[int], ...]:
+        return list(range(inputs)), list(range(sizes)), list(range(scalars))
+
+    def enter_node(self, index: int, name: str) -> None:
+        self.nodes.append(name)
+
+    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool], is_cpp: bool) -> list[Any]:
+        return [name if want else None for want in wanted]
+
+    def validate(self, fn: Any, outputs: list[Any], args: Any) -> list[Any]:
+        return outputs
+
+    def accumulate(self, variable: Any, grad: Any, has_post_hooks: bool) -> Any:
+        return grad
+
+    def finish(self, outputs: list[Any]) -> Kept:
+        return Kept(self)
+
+
+def unlike_backward() -> Iterator[str]:
+    """What the engine does otherwise in the backward of ``x.sin()``."""
+    listener: Any = _Listener()
+    request = EngineRequest((_leaf().sin(),), (_leaf().detach(),), False, False, accumulate_grad=True)
+    try:
+        collect(request, lambda: EngineProtocol(listener), lambda _: None)
+        if listener.nodes != _SINE:
+            yield f"the engine's protocol as it was (of {_SINE} it tells {listener.nodes})"
+    except Refusal:
+        pass  # another thread is in a backward: not to be asked now
+    except Exception as error:
+        yield f"the engine's protocol as it was ({first_line(error)})"
+    finally:
+        clear_engine_cache()  # the engine would give the listener to the next such backward
+
+
+_SINE = ["torch::autograd::GraphRoot", "SinBackward0", "torch::autograd::AccumulateGrad"]
+
+
+def unused_entrances() -> Iterator[str]:
+    """Functions that we replace because torch comes by them, and by which it no longer comes."""
+    for name, go in _ENTRANCES.items():
+        seen: list[str] = []
+
+        def passed(original: Any, *args: Any, seen: list[str] = seen, **kwargs: Any) -> Any:
+            seen.append("")
+            return original(*args, **kwargs)
+
+        with handled_here(name, passed):
+            go(_leaf())
+        if not seen:
+            yield f"{name.replace(':', '.')} where it was (nothing calls it)"
+
+
+_ENTRANCES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.autograd:_engine_run_backward": lambda x: x.sin().backward(),
+    "torch.utils.checkpoint:CheckpointFunction.apply": lambda x: checkpoint(torch.sin, x, use_reentrant=True),
+    CHECKPOINT: lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+def _leaf() -> torch.Tensor:
+    return torch.ones((), device="cpu", requires_grad=True)
+
+
+@functools.cache
+def check_supported() -> None:
+    """Raise `UnsupportedTorchError` unless this torch offers the protocol. Runs once per process.
+
+    Backwards are run for untested releases only: before them, a process with devices may still fork.
+
+    Raises:
+        UnsupportedTorchError: a private name is missing, or the engine's protocol is another one.
+    """
+    is_tested = torch.__version__.startswith(tuple(f"{release}." for release in TESTED))
+    missing = [*missing_names(), *unlike_calls()]
+    if not missing and not is_tested:
+        with ThreadPoolExecutor(1) as thread:  # of its own, which has no modes
+            missing += thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
+    if missing:
+        raise UnsupportedTorchError(torch.__version__, missing)
+    if not is_tested:
+        text = f"torch {torch.__version__} is untested with retrograd, which knows {', '.join(TESTED)}"
+        warnings.warn(f"{text}; all that it asks of torch is there", stacklevel=3)

@@ -1,0 +1,405 @@
+"""The modes of a thread that change what operations do, or what code is right; random number generators.
+
+In: nothing. Out: `ThreadModes`, to compare and to put back; blocks and functions that run under chosen modes;
+why nothing can be captured, or no compiled code may run, under the modes of the moment; states of generators.
+Eager restores grad mode and autocast before each node of a backward (``ThreadLocalStateGuard`` in
+``Engine::thread_main``), so a hook that leaves them switched concerns the rest of its own node only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
+from torch._dynamo import eval_frame
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._contextlib import context_decorator as context_decorator
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
+
+from retrograd.facts.patches import hidden_from_dynamo
+from retrograd.graph.fx import real_tensors
+from retrograd.process import ForkSafeLock, put_back, restore_after_errors
+from retrograd.runtime.cuda import side_streams, user_code_in_order
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: device type and dtype of each autocast that is on.
+Autocast = tuple[tuple[str, torch.dtype], ...]
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+#: hooks of torch's own, and ours, that keep values as they are, whatever is saved.
+_HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "retrograd")
+
+
+class ThreadModes(NamedTuple):
+    """The modes of a thread at one time.
+
+    Attributes:
+        grad: whether autograd records.
+        autocast: those that are on.
+        autocast_caches: whether autocast keeps casts of parameters.
+        deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
+        dtype, device: the defaults for new tensors.
+    """
+
+    grad: bool
+    autocast: Autocast = ()
+    autocast_caches: bool = True
+    deterministic: int = 0
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @staticmethod
+    def now() -> ThreadModes:
+        """The modes of this thread."""
+        autocast = ThreadModes.autocast_now()
+        deterministic = torch._C._get_deterministic_algorithms()
+        return ThreadModes(
+            torch.is_grad_enabled(),
+            autocast,
+            torch.is_autocast_cache_enabled() if autocast else True,
+            2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
+            torch.get_default_dtype(),
+            _default_device(),
+        )
+
+    @staticmethod
+    def autocast_now() -> Autocast:
+        """The autocasts of this thread that are on."""
+        if not torch._C._is_any_autocast_enabled():
+            return ()
+        devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """These modes, whatever they are outside, but not `deterministic`. A default dtype is of the whole
+        process: it is set only where it has changed since."""
+        with ExitStack() as modes:
+            if torch.get_default_dtype() is not self.dtype:
+                modes.enter_context(_default_dtype(self.dtype))
+            if _default_device() != self.device:
+                modes.enter_context(torch.device(self.device))
+            modes.enter_context(torch.set_grad_enabled(self.grad))
+            modes.enter_context(autocast_off())
+            modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(self.autocast_caches)
+            for device, dtype in self.autocast:
+                modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_caches))
+            yield
+
+    def difference(self, now: ThreadModes) -> str:
+        """The first mode that differs in `now`, with both values."""
+        name, old, new = next(
+            found for found in zip(self._fields, self, now, strict=True) if found[1] != found[2]
+        )
+        return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
+
+
+#: held while the default dtype is another one, so that each thread puts back what the first one found.
+_another_dtype = ForkSafeLock()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    with _another_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _default_device() -> str:
+    return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
+
+
+_NAMES = {"grad": "grad mode", "deterministic": "deterministic algorithms", "dtype": "default dtype"}
+_LEVELS = ("off", "warn only", "on")
+
+
+def _readable(mode: Any) -> str:
+    if isinstance(mode, bool):
+        return "on" if mode else "off"
+    if isinstance(mode, tuple):
+        return ", ".join(f"{dtype} on {device}" for device, dtype in mode) or "off"
+    return _LEVELS[mode] if isinstance(mode, int) else str(mode)
+
+
+# blocks and functions under chosen modes
+
+
+#: no autocast inside, as if it had never been on; stock runs its code so. Graphs hold the casts that autocast
+#: made: their code is made and run without it.
+autocast_off = torch._C._DisableAutocast
+
+
+#: inside, no ``__torch_function__`` of a class or mode is called: eager's C++ calls none.
+torch_functions_off = torch._C.DisableTorchFunction
+
+
+def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn`, run inside `torch_functions_off`."""
+    return _inside(torch_functions_off, fn)
+
+
+def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
+    caller's) and without autocast, whatever is on outside."""
+    below = torch._C._AutoDispatchBelowAutograd
+
+    def run(args: list[Any]) -> Any:
+        with below(), autocast_off():
+            return code(args)
+
+    return run
+
+
+def without_autocast(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn`, run inside `autocast_off`."""
+    return _inside(autocast_off, fn)
+
+
+def _inside(guard: Callable[[], AbstractContextManager[Any]], fn: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with guard():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn`, an operation of a traced backward, under the autocast that is on, as eager would.
+
+    Eager brings a gradient back to the dtype of its forward value after each node; in a traced graph that has
+    no such checks any more, `dtype` says what the result was. Where it is not known, autocast is left out.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return fn(*args, **kwargs)
+    if dtype is None:
+        with autocast_off():
+            return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    return result.to(dtype) if result.dtype != dtype else result
+
+
+# user code that leaves modes switched
+
+#: grad mode, then autocast per device: what user code may leave switched.
+KeptModes = tuple[bool, ...]
+_KEPT_DEVICES = ("cpu", "cuda")
+
+
+def _kept_modes() -> KeptModes:
+    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in _KEPT_DEVICES))
+
+
+def _switch(now: KeptModes, to: KeptModes) -> None:
+    torch.set_grad_enabled(to[0])
+    for device, is_on, on in zip(_KEPT_DEVICES, now[1:], to[1:], strict=True):
+        if is_on != on:
+            torch.set_autocast_enabled(device, on)
+
+
+def _switches() -> tuple[Any, ...]:
+    """What blocks of ours and of torch's switch on this thread."""
+    return (
+        torch._C._get_torch_function_state(),  # type: ignore[attr-defined]
+        torch._C._is_multithreading_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        get_dynamic_layer_stack_depth(),
+        get_eval_frame_callback(),
+        torch.is_grad_enabled(),
+        torch._C._is_any_autocast_enabled() and _kept_modes(),
+    )
+
+
+def _switch_back(before: tuple[Any, ...]) -> None:
+    functions, multithreading, dispatching, taking_over, levels, frames, grad, kept = before
+    set_eval_frame(frames)
+    torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
+    torch._C._set_multithreading_enabled(multithreading)
+    while torch._C._len_torch_dispatch_stack() > dispatching:
+        _pop_mode()
+    while torch._C._len_torch_function_stack() > taking_over:
+        torch._C._pop_torch_function_stack()
+    pop_dynamic_layer_stack_and_undo_to_depth(levels)
+    _switch(_kept_modes(), kept or (grad, *[False] * len(_KEPT_DEVICES)))
+
+
+restore_after_errors(_switches, _switch_back)
+hidden_from_dynamo(put_back)  # an error may have left Dynamo switched on
+
+
+class ModesKept:
+    """Puts grad mode and autocast back at the end of a block.
+
+    Args:
+        switched_to: how they are inside; None: as they are outside.
+
+    Attributes:
+        left: the modes as the block left them, None if as before.
+    """
+
+    __slots__ = ("_before", "_switched_to", "left")
+
+    def __init__(self, switched_to: KeptModes | None = None) -> None:
+        self._switched_to = switched_to
+        self.left: KeptModes | None = None
+
+    def __enter__(self) -> ModesKept:
+        self._before = _kept_modes()
+        if self._switched_to is not None:
+            _switch(self._before, self._switched_to)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if (now := _kept_modes()) != self._before:
+            self.left = now
+            _switch(now, self._before)
+
+
+_AT_ONCE = nullcontext()
+
+
+class UserCode(ModesKept):
+    """Calls user code, one call after the other, and puts modes back after each."""
+
+    __slots__ = ()
+
+    def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
+        """What ``fn(*args)`` returns."""
+        self.left = None
+        with self, user_code_in_order() if side_streams.any else _AT_ONCE:
+            return fn(*args)
+
+
+# why not now
+
+
+def compile_stance() -> str:
+    """What ``torch.compiler.set_stance`` says. ``force_eager``: nothing of ours runs; ``eager_on_recompile``:
+    no new code, what would need some is interpreted; ``fail_on_recompile``: what would need some raises. The
+    other stances concern Dynamo only."""
+    return eval_frame._stance.stance
+
+
+def are_modes_plain() -> bool:
+    """Whether nobody looks at, or takes over, the operations that run now."""
+    return (
+        not is_forward_mode()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+#: why nothing is compiled then: a code and a sentence.
+FORWARD_MODE = ("forward-ad", "forward-mode differentiation is active")
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
+
+
+def why_interpreted_now(args: Sequence[Any]) -> str | None:
+    """Which mode of the moment compiled code would escape; None if none does."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if is_forward_mode() else ()
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        return "forward-mode AD: an argument has a tangent"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a functorch transform is active"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode is active"
+    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        return "grad mode: only eager's own nodes leave eager's history behind"
+    return None
+
+
+def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] | None:
+    """Why a function must run eagerly in this call: a code and a sentence; None if nothing speaks against it.
+
+    Args:
+        has_seen_functions: whether the modes that take functions over have had their say, as in a graph of
+            Dynamo's.
+    """
+    if compile_stance() == "force_eager":
+        return "force-eager", ""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return "dispatch-mode", "a dispatch mode or functorch transform is active"
+    if (
+        not has_seen_functions
+        and torch._C._len_torch_function_stack()
+        and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    ):
+        return "function-mode", "a TorchFunctionMode is active, which may take operations over"
+    if is_forward_mode():
+        return FORWARD_MODE
+    if torch.is_anomaly_enabled():
+        return "anomaly-mode", "anomaly mode looks at the result of every autograd node"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS):
+        return None
+    return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, no mode of the program's sees what we trace and compile while its backward runs."""
+    with ExitStack() as left, _disable_current_modes():
+        for _ in range(torch._C._len_torch_function_stack()):
+            left.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def generator_states(devices: Iterable[torch.device] | None = None) -> dict[torch.device, Any]:
+    """The states of the default generators of these devices; None: of the CPU, and CUDA's if it is in use."""
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
+    cuda, cpu = torch.cuda.get_rng_state, torch.random.get_rng_state
+    return {device: cuda(device) if device.type == "cuda" else cpu() for device in devices}
+
+
+def seeds_and_states() -> tuple[Any, ...]:
+    """What the default generators are at, to be compared: the CPU's state, and the seed of CUDA in use."""
+    seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
+    with real_tensors():
+        state = torch.random.get_rng_state()
+        return ctypes.string_at(state.data_ptr(), state.numel()), seeds
+
+
+@contextmanager
+def with_generator_states(states: dict[torch.device, Any]) -> Iterator[None]:
+    """Inside, the default generators are in `states`; afterwards as they were before."""
+    before = generator_states(states)
+    try:
+        restore_generator_states(states)
+        yield
+    finally:
+        restore_generator_states(before)
+
+
+def restore_generator_states(states: dict[torch.device, Any]) -> None:
+    """Put generators back into states from `generator_states`."""
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.random.set_rng_state(state)

@@ -1,0 +1,443 @@
+"""Tensor subclasses that wrap other tensors (the ``__tensor_flatten__`` protocol): taken apart, put together.
+
+In: values, some of them wrapper subclasses. Out: a `Layout`: class, metadata and inner values, frozen in
+time, to be compared with another value, and from which an equal one can be built of other inner tensors.
+
+In: the values of a segment. Out: a `SubclassBorder`, which flattens arguments (if they still fit), wraps the
+segment so that it can be traced on flat values, and rebuilds its outputs. Below the border there are only
+plain tensors and numbers: the outer sizes and strides of a subclass are numbers too, so that they may become
+symbolic like any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from retrograd.errors import Refusal
+from retrograd.graph.emit import Boxed
+from retrograd.graph.structure import is_same
+from retrograd.runtime.pytree import tree_leaves, tree_map
+
+#: what holds nothing else, and so nothing that was traced.
+ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type, enum.Enum,
+)  # fmt: skip
+_FIXED: Mapping[type, Callable[[Any], Any]] = {
+    torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A copy of a subclass tensor's metadata.
+
+    Attributes:
+        context: the second part of ``__tensor_flatten__``.
+        attributes: instance attributes that are neither inner tensors nor restored by the class itself; None
+            if attributes do not matter, as in a trace, where no tensor has any.
+        restored: the names of those that the class restores, with values where they can be compared.
+        shared: whether nothing in `context` can be changed in place.
+    """
+
+    context: Any
+    attributes: Mapping[str, Any] | None
+    restored: Mapping[str, Any]
+    shared: bool
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, inner: Sequence[str], context: Any, rebuilt: torch.Tensor | None
+    ) -> Metadata:
+        """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form;
+        None if attributes do not matter.
+        """
+        name = type(tensor).__name__
+        own = {} if rebuilt is None else attributes_of(tensor, inner)
+        made = {} if rebuilt is None else attributes_of(rebuilt, inner)
+        attributes, restored = {}, {}
+        for key, value in own.items():
+            if key in made and (is_same(made[key], value) or _guards_itself(tensor)):
+                restored[key] = value
+            elif _is_constant(value):
+                attributes[key] = value
+            else:
+                raise Refusal(
+                    "subclass-metadata", f"attribute {key!r} of {name} is lost when it is flattened"
+                )
+        frozen = _copied(context, f"the context of {name}")
+        if not _agrees(tensor, frozen, context):
+            raise Refusal("subclass-metadata", f"the context of {name} is not equal to its own copy")
+        return cls(frozen, None if rebuilt is None else attributes, restored, _is_constant(context))
+
+    def guarded(self, tensor: torch.Tensor) -> Metadata:
+        """The same for comparing with: changes made in place to what the class restores are noticed too.
+
+        Raises:
+            Refusal: an attribute cannot be copied.
+        """
+        kept = {} if _guards_itself(tensor) else self.restored
+        what = f"an attribute of {type(tensor).__name__}"
+        return replace(self, restored={key: _copied(value, what) for key, value in kept.items()})
+
+    def holds_for(self, tensor: torch.Tensor, inner: Sequence[str], context: Any) -> bool:
+        """Whether `tensor` has the same metadata."""
+        agrees = _agrees(tensor, self.context, context)
+        if self.attributes is None or not agrees:
+            return agrees
+        now = attributes_of(tensor, inner)
+        known = {**self.attributes, **self.restored}
+        if _guards_itself(tensor):
+            return all(key in now and is_same(value, now[key]) for key, value in self.attributes.items())
+        return now.keys() == known.keys() and all(is_same(value, now[key]) for key, value in known.items())
+
+    def own_context(self) -> Any:
+        """The context for one more tensor: a copy where tensors could change it under one another."""
+        return self.context if self.shared else copy.deepcopy(self.context)
+
+
+def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
+    """The instance attributes of `tensor` except for its inner tensors."""
+    found = dict(vars(tensor))
+    for cls in type(tensor).__mro__:
+        if cls is torch.Tensor:
+            break
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(tensor, name):
+                found[name] = getattr(tensor, name)
+    return {name: value for name, value in found.items() if name not in inner}
+
+
+def holds_symbols(value: Any) -> bool:
+    """Whether a symbolic number is, or may be, somewhere in `value`."""
+    return any(isinstance(leaf, tuple(_FIXED)) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
+
+
+def without_symbols(value: Any) -> Any:
+    """`value` with fixed numbers in place of symbolic ones, which become guards."""
+    return tree_map(lambda leaf: _FIXED[type(leaf)](leaf) if type(leaf) in _FIXED else leaf, value)
+
+
+def _guards_itself(tensor: torch.Tensor) -> bool:
+    return hasattr(type(tensor), "__metadata_guard__")
+
+
+def _agrees(tensor: torch.Tensor, before: Any, now: Any) -> bool:
+    if _guards_itself(tensor):
+        return bool(type(tensor).__metadata_guard__(before, now))  # type: ignore[attr-defined]
+    return is_same(before, now)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether `value` is immutable through and through: what is hashed by value has to be."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    kind: Any = type(value)
+    return isinstance(value, ATOMS) or (kind.__eq__ is not object.__eq__ and _is_hashable(value))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except Exception:
+        return False
+    return not isinstance(value, torch.Tensor)
+
+
+def _copied(value: Any, what: str) -> Any:
+    if _is_constant(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise Refusal("subclass-metadata", f"{what} cannot be copied: {type(error).__name__}") from error
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether `value` is a subclass tensor that can be flattened."""
+    if type(value) is torch.Tensor or not is_traceable_wrapper_subclass(value):
+        return False
+    tensor: torch.Tensor = value  # type: ignore[assignment]
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An inner value that is no tensor."""
+
+    value: Any = field(compare=False)
+    count = 0
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain tensor."""
+
+    cls = None
+    count = 1
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A subclass tensor.
+
+    Attributes:
+        cls, metadata: what it is besides its parts.
+        requires_grad: whether it requires grad; None if neither that nor attributes matter.
+        parts: name and layout of each inner value.
+        geometry: outer sizes and strides; None where the number is a flat value.
+    """
+
+    cls: Any
+    metadata: Metadata = field(compare=False)
+    requires_grad: bool | None
+    parts: tuple[tuple[str, Plain | Wrapper | Constant], ...]
+    geometry: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        """How many plain tensors it takes."""
+        return sum(part.count for _, part in self.parts)
+
+
+Layout = Plain | Wrapper
+PLAIN = Plain()
+
+
+def wrapper_layout(
+    value: Any, part_of: Callable[[Any], Layout], requires_grad: bool | None, geometry: Any = None
+) -> Wrapper:
+    """The layout of a subclass tensor.
+
+    Args:
+        part_of: gives that of an inner tensor. requires_grad, geometry: as in `Wrapper`; by default its own
+            geometry.
+    """
+    names, context = value.__tensor_flatten__()
+    inner = {name: getattr(value, name) for name in names}
+    parts = tuple(
+        (name, part_of(part) if isinstance(part, torch.Tensor) else Constant(part))
+        for name, part in inner.items()
+    )
+    rebuilt = None
+    if requires_grad is not None:
+        rebuilt = type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+        if type(rebuilt) is not type(value):
+            text = f"{type(value).__name__} is rebuilt as {type(rebuilt).__name__}"
+            raise Refusal("subclass-metadata", text)
+    metadata = Metadata.of(value, names, context, rebuilt)
+    numbers = (*value.shape, *value.stride()) if geometry is None else geometry
+    return Wrapper(type(value), metadata, requires_grad, parts, numbers)
+
+
+def layout_of(value: Any) -> Layout:
+    """How `value` is made up, whether or not it requires grad and whatever attributes it has. Symbolic sizes
+    of a subclass tensor become fixed: no graph gives the numbers of which another one is built.
+
+    Raises:
+        Refusal: it cannot be taken apart without loss.
+    """
+    if not is_wrapper(value):
+        return PLAIN
+    layout = wrapper_layout(value, layout_of, None, tuple(map(int, (*value.shape, *value.stride()))))
+    metadata = layout.metadata
+    return replace(layout, metadata=replace(metadata, context=without_symbols(metadata.context)))
+
+
+def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:
+    """The plain tensors inside `value`."""
+    if isinstance(layout, Wrapper):
+        return [inner for name, part in layout.parts for inner in parts_of(getattr(value, name), part)]
+    return [value] * layout.count
+
+
+def taken(layout: Layout | Constant, value: Any, flat: list[Any]) -> bool:
+    """Put the flat values of `value` into `flat`, if it has this layout."""
+    if isinstance(layout, Constant):
+        return not isinstance(value, torch.Tensor) and bool(value is layout.value or value == layout.value)
+    if isinstance(layout, Plain):
+        flat.append(value)
+        return not is_wrapper(value)
+    if type(value) is not layout.cls or layout.requires_grad not in (None, value.requires_grad):
+        return False
+    names, context = value.__tensor_flatten__()
+    if list(names) != [name for name, _ in layout.parts] or 2 * value.dim() != len(layout.geometry):
+        return False
+    if any(known not in (None, size) for known, size in zip(layout.geometry, value.shape, strict=False)):
+        return False
+    if not layout.metadata.holds_for(value, names, context):
+        return False
+    if not all(taken(part, getattr(value, name), flat) for name, part in layout.parts):
+        return False
+    numbers = zip(layout.geometry, (*value.shape, *value.stride()), strict=True)
+    flat += [number for known, number in numbers if known is None]
+    return True
+
+
+def fits(layout: Layout, value: Any) -> bool:
+    """Whether a value is made up like this; its strides may differ."""
+    return taken(layout, value, [])
+
+
+def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
+    """Put a value together of the next flat values."""
+    if isinstance(layout, Constant):
+        return layout.value
+    if isinstance(layout, Plain):
+        return next(flat)
+    inner = {name: built(part, flat) for name, part in layout.parts}
+    geometry = [next(flat) if number is None else number for number in layout.geometry]
+    rank = len(geometry) // 2
+    size, stride = torch.Size(geometry[:rank]), tuple(geometry[rank:])
+    made: Any = layout.cls.__tensor_unflatten__(inner, layout.metadata.own_context(), size, stride)
+    for name, value in (layout.metadata.attributes or {}).items():
+        setattr(made, name, value)
+    wanted = layout.requires_grad
+    return made if wanted in (None, made.requires_grad) else made.requires_grad_(wanted)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """The very object at another place: an argument (of the segment) or an output before it."""
+
+    place: int
+    is_argument: bool
+
+
+class SubclassBorder:
+    """Arguments of one lowering that has subclass tensors among them.
+
+    Attributes:
+        numbers: positions among the flat values that are outer sizes and strides.
+
+    Raises:
+        Refusal: a subclass that cannot be taken apart without loss.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        seen: dict[int, int] = {}
+        first = [seen.setdefault(id(value), i) if is_wrapper(value) else i for i, value in enumerate(args)]
+        self._arguments = tuple(
+            _argument(value) if first[i] == i else _Same(first[i], True) for i, value in enumerate(args)
+        )
+        kinds = (is_number for layout in self._arguments for is_number in _are_numbers(layout))
+        self.numbers = frozenset(i for i, is_number in enumerate(kinds) if is_number)
+        self._outputs: tuple[Layout | _Same, ...] = ()
+
+    def enter(self, args: Sequence[Any]) -> list[Any] | None:
+        """The flat values of `args`; None if a subclass is not what it was."""
+        flat: list[Any] = []
+        for i, (layout, value) in enumerate(zip(self._arguments, args, strict=True)):
+            if isinstance(layout, _Same):
+                if value is not args[layout.place]:
+                    return None
+            elif (isinstance(layout, Wrapper) and any(args[j] is value for j in range(i))) or not taken(
+                layout, value, flat
+            ):
+                return None
+        return flat
+
+    def flattened(self, run: Boxed) -> Boxed:
+        """`run` on flat values; notes how its outputs are made up."""
+
+        def run_flat(flat: list[Any]) -> list[Any]:
+            values = iter(flat)
+            args: list[Any] = []
+            for layout in self._arguments:
+                args.append(args[layout.place] if isinstance(layout, _Same) else built(layout, values))
+            inputs = {id(value): i for i, value in enumerate(args) if is_wrapper(value)}
+            kept = list(args)  # the segment empties its arguments; `inputs` has their ids
+            results = run(args)
+            del kept
+            return self._note_outputs(results, inputs)
+
+        return run_flat
+
+    def _note_outputs(self, results: Sequence[Any], inputs: dict[int, int]) -> list[Any]:
+        flat: list[Any] = []
+        outputs: list[Layout | _Same] = []
+        places: dict[int, int] = {}
+        for i, result in enumerate(results):
+            if id(result) in inputs:
+                outputs.append(_Same(inputs[id(result)], True))
+            elif id(result) in places:
+                outputs.append(_Same(places[id(result)], False))
+            else:
+                if is_wrapper(result):
+                    places[id(result)] = i
+                outputs.append(_result(result, flat))
+        self._outputs = tuple(outputs)
+        return flat
+
+    def passed_through(self, args: Sequence[Any]) -> dict[int, Any]:
+        """The arguments that are outputs as they are, by position."""
+        return {
+            layout.place: args[layout.place]
+            for layout in self._outputs
+            if isinstance(layout, _Same) and layout.is_argument
+        }
+
+    def exit(self, flat: Sequence[Any], passed: dict[int, Any]) -> list[Any]:
+        """The segment's outputs, of its flat results and what `passed_through` kept."""
+        values = iter(flat)
+        outputs: list[Any] = []
+        for layout in self._outputs:
+            if isinstance(layout, _Same):
+                outputs.append(passed[layout.place] if layout.is_argument else outputs[layout.place])
+            else:
+                outputs.append(built(layout, values))
+        return outputs
+
+    def __str__(self) -> str:
+        names = [layout.cls.__name__ for layout in self._arguments if isinstance(layout, Wrapper)]
+        return f"{len(names)} subclass tensors ({', '.join(dict.fromkeys(names))}): class, metadata"
+
+
+def _argument(value: Any) -> Layout:
+    """The layout of an argument, all of whose numbers are flat values; later changes to what its class
+    restores are noticed."""
+    if not is_wrapper(value):
+        return PLAIN
+    layout = wrapper_layout(value, _argument, value.requires_grad, (None,) * 2 * value.dim())
+    return replace(layout, metadata=layout.metadata.guarded(value))
+
+
+def _are_numbers(layout: Layout | Constant | _Same) -> Iterator[bool]:
+    """For each flat value of a layout, whether it is a number of its geometry."""
+    if isinstance(layout, Plain):
+        yield False
+    elif isinstance(layout, Wrapper):
+        for _, part in layout.parts:
+            yield from _are_numbers(part)
+        yield from (True for number in layout.geometry if number is None)
+
+
+def _result(value: Any, flat: list[Any]) -> Layout:
+    """The layout of an output, or of a tensor in it, while it is traced; its flat values go to `flat`."""
+    if not is_wrapper(value):
+        if isinstance(value, torch.Tensor) and type(value) not in TRACED:
+            raise Refusal(
+                "subclass-metadata", f"tensor subclass {type(value).__name__} comes out of the segment"
+            )
+        flat.append(value)
+        return PLAIN
+    names, context = value.__tensor_flatten__()
+    geometry = (*value.shape, *value.stride())
+    symbols = [number for number in geometry if isinstance(number, torch.SymInt)]
+    if symbols and (holds_symbols(context) or holds_symbols(attributes_of(value, names))):
+        raise Refusal("symbolic-metadata", f"{type(value).__name__} keeps a symbolic size in its metadata")
+    known = tuple(None if isinstance(number, torch.SymInt) else number for number in geometry)
+    layout = wrapper_layout(value, lambda inner: _result(inner, flat), value.requires_grad, known)
+    flat += symbols
+    return layout
+
+
+TRACED = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch._subclasses.FakeTensor)

@@ -1,0 +1,428 @@
+"""Functionalisation: tensors whose mutations and views a trace turns into values.
+
+In: fake tensors, also inside wrapper subclasses. Out: functional tensors, their plain values again, and what
+was done to them in place. Tensors that a function gets hold of without being given them, from closures,
+globals and attributes, become inputs of the trace. Calls with effects are chained by tokens while they are
+traced; `without_tokens` puts plain calls in their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from itertools import combinations
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._higher_order_ops.effects import with_effects
+from torch._prims_common import is_non_overlapping_and_dense_or_false, make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+from retrograd.errors import Refusal, not_representable
+from retrograd.facts import fact, functions, is_of_family
+from retrograd.facts.patches import handled_here
+from retrograd.graph.calls import around_collecting, collecting_refused
+from retrograd.graph.fx import is_operator_overload, schema_of
+from retrograd.runtime import pytree
+from retrograd.runtime.subclass import without_symbols
+from retrograd.runtime.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
+from retrograd.trace.graph_tracer import noted
+from retrograd.trace.undeclared_writes import declaring_its_writes
+
+
+def functional_mode(
+    keeps_strides: bool = False, look_at: Callable[..., None] | None = None
+) -> AbstractContextManager[Any]:
+    """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
+    with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
+
+    Args:
+        keeps_strides: whether a tensor that lies as no kernel would lay out its result stays so when it is
+            changed in place, as in eager. Kernels round otherwise where they cannot take many elements at a
+            time, and choose a memory format by the strides of a dimension of one element, too.
+        look_at: is given each call: the operator, its arguments, and those by name.
+    """
+    mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
+    run = mode.__torch_dispatch__
+    #: views of which an element may be several ones, and parts of them. What is written to one is added up to
+    #: what was there.
+    spread: dict[int, torch.Tensor] = {}
+
+    def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if look_at is not None:
+            look_at(func, args, kwargs or {})
+        if args and id(args[0]) in spread and _writes_to_first(func):
+            raise not_representable(f"it calls {func} on what was expanded or unfolded, or on a part of that")
+        changed = _changed_in_lists(func, args)
+        if any(may_overlap(one, other) for one, other in combinations(changed, 2)):
+            raise not_representable(f"{func} writes to tensors of which two share memory")
+        plain_func = _without_mutation(func) if keeps_strides else None
+        if plain_func is not None and _lies_as_no_result(args[0]):
+            run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
+            return args[0]
+        if (instead := declaring_its_writes(func, args)) is not None:
+            return run(instead.operator, types, instead.args, {})[: instead.results]
+        with noted(fills_by=func) if fact("fills", func) else nullcontext():
+            result = run(func, types, args, kwargs)
+        torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
+        if isinstance(result, FunctionalTensor) and args and result is args[0]:
+            _keep_layout(result)
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, FunctionalTensor) and _is_spread(func, args, one, spread):
+                spread[id(one)] = one
+        return result
+
+    mode.__torch_dispatch__ = MethodType(dispatch, mode)
+    return mode
+
+
+@functools.cache
+def _without_mutation(func: Any) -> Any:
+    """The operator that gives what `func` writes to its first argument; None if it is no such operator."""
+    name = func._schema.name
+    if not name.startswith("aten::") or not name.endswith("_") or name == "aten::copy_":
+        return None
+    if torch.Tag.inplace_view in func.tags or fact("fills", func):
+        return None
+    packet = getattr(torch.ops.aten, name[len("aten::") : -1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _lies_as_no_result(value: torch.Tensor) -> bool:
+    """Whether kernels lay no result out like this: it has gaps, or dimensions of one element with strides
+    that follow from no memory format. Images of one element or one channel may be in any format: of these,
+    what a fake says is not enough. Not of a view, which is taken anew of what it shows after each change."""
+    if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
+        return False
+    if any(type(stride) is int and stride == 0 for stride in value.stride()):
+        return False
+    if not is_non_overlapping_and_dense_or_false(value):
+        return True
+    ones = [type(size) is int and size == 1 for size in value.shape]
+    if value.dim() in (4, 5) and (ones[1] or all(ones[2:])):
+        return True
+    is_known = any(ones) and not value._has_symbolic_sizes_strides
+    return is_known and value.is_contiguous() and value.stride() != make_contiguous_strides_for(value.shape)
+
+
+def to_functional(value: Any) -> Any:
+    """The tensor, functional; of a wrapper subclass the inner tensors. It is a leaf, as `value` was given.
+    Anything else stays as it is: some subclasses, such as DTensor, have a part that is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        made = transform_subclass(value, lambda _, inner: to_functional(inner))
+        torch._mirror_autograd_meta_to(value, made)
+        return made
+    return FunctionalTensor.to_functional(value)
+
+
+def plain(value: Any) -> Any:
+    """The value that a functional tensor has now. Anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        return transform_subclass(value, lambda _, inner: plain(inner))
+    if isinstance(value, FunctionalTensor):
+        torch._sync(value)  # type: ignore[attr-defined]
+        return torch._from_functional_tensor(value.elem)
+    return value
+
+
+def _is_spread(func: Any, args: Sequence[Any], result: torch.Tensor, spread: Mapping[int, Any]) -> bool:
+    is_part = bool(args) and id(args[0]) in spread and storage_key(result) == storage_key(args[0])
+    return is_part or bool(fact("overlaps", func)) or may_share_elements(result)
+
+
+def _writes_to_first(func: Any) -> bool:
+    """Whether an operator writes to the elements of its first argument."""
+    if not is_operator_overload(func) or torch.Tag.inplace_view in func.tags:
+        return False
+    return bool(schema_of(func).is_mutable and schema_of(func).arguments[0].is_write)
+
+
+def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in lists that an operator writes to one after the other; functionalised, to all at once."""
+    if not is_operator_overload(func) or not schema_of(func).is_mutable:
+        return []
+    pairs = zip(schema_of(func).arguments, args, strict=False)
+    written = (given for one, given in pairs if isinstance(given, list) and one.is_write)
+    return [each for given in written for each in given if isinstance(each, torch.Tensor)]
+
+
+def _keep_layout(value: FunctionalTensor) -> None:
+    """Bring what an operation in place left in `value` back into the layout of `value`. In eager, it is never
+    lost; but what functionalisation puts in place of the operation may lay its result out otherwise, and
+    views that are taken later would have its strides."""
+    bare = torch._from_functional_tensor(value.elem)
+    sizes, strides = tuple(value.shape), tuple(value.stride())
+    if tuple(bare.shape) != sizes or not _lies_otherwise(bare, value):
+        return
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
+    made = bare.permute(order).clone(memory_format=torch.contiguous_format)
+    made = made.permute([order.index(dim) for dim in range(len(sizes))])
+    changed, base, is_unseen = value, value._base, changes_of(value).is_unseen
+    if _lies_otherwise(made, value):
+        # It has gaps, as a part of a larger tensor: that one kept its layout.
+        if not isinstance(base, FunctionalTensor):
+            return
+        changed, made = base, plain(base)
+    torch._functionalize_replace(changed.elem, made)
+    torch._functionalize_commit_update(changed.elem)
+    torch._sync(value)  # type: ignore[attr-defined]
+    if is_unseen and not changes_of(value).is_unseen:
+        torch._functionalize_mark_mutation_hidden_from_autograd(value.elem)
+
+
+def lost_layout(value: torch.Tensor) -> bool:
+    """Whether a change in place left `value` with other strides, or elsewhere in its memory, than in eager:
+    what `_keep_layout` cannot bring back, because `value` is an input with gaps or behind the start of its
+    memory. Views that are taken from then on have offsets and strides of the new place."""
+    return isinstance(value, FunctionalTensor) and _lies_otherwise(plain(value), value, offsets_count=True)
+
+
+def _lies_otherwise(one: torch.Tensor, other: torch.Tensor, offsets_count: bool = False) -> bool:
+    """Whether two tensors of the same sizes have other strides where these matter, or begin elsewhere."""
+    triples = zip(other.shape, one.stride(), other.stride(), strict=True)
+    try:
+        if offsets_count and one.storage_offset() != other.storage_offset():
+            return True
+        return any(size > 1 and stride != wanted for size, stride, wanted in triples)
+    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+        return False
+
+
+def is_traced(value: torch.Tensor) -> bool:
+    """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return True
+    return all(
+        isinstance(inner, (FunctionalTensor, FakeTensor)) or torch._is_functional_tensor(inner)
+        for inner in inner_tensors(value)
+    )
+
+
+def storage_key(value: torch.Tensor) -> tuple[int, ...]:
+    """Equal for tensors that share memory, as functionalisation sees it."""
+    return tuple(map(storage_of, inner_tensors(value)))
+
+
+class Changes(NamedTuple):
+    """What was done in place to a value, also through an alias.
+
+    Attributes:
+        elements: whether elements were written to.
+        shape: whether its sizes, strides or offset were changed.
+        memory: whether ``set_`` or a resize of the storage gave it other memory.
+        is_unseen: whether all writing was done under ``no_grad``, or through ``.data`` and the like.
+    """
+
+    elements: bool
+    shape: bool
+    memory: bool
+    is_unseen: bool
+
+
+def any_changed(values: Iterable[Any]) -> bool:
+    """Whether anything was done in place to one of these functional tensors; other values are passed over."""
+    found = [changes_of(value) for value in values if isinstance(value, torch.Tensor)]
+    return any(changes.elements or changes.shape or changes.memory for changes in found)
+
+
+def changes_of(value: torch.Tensor) -> Changes:
+    """What was done to a functional tensor."""
+    parts = [part.elem for part in _parts(value)]
+    resized = (torch._functionalize_was_storage_changed, torch._functionalize_was_inductor_storage_resized)
+    without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
+    hidden = torch._functionalize_are_all_mutations_hidden_from_autograd
+    return Changes(
+        any(map(torch._functionalize_has_data_mutation, parts)),  # type: ignore[attr-defined]
+        any(map(torch._functionalize_has_metadata_mutation, parts)),
+        any(was(part) for part in parts for was in resized),
+        all(without_grad(part) or hidden(part) for part in parts),
+    )
+
+
+def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """Something that changes with every change in place of the value or of what shares its memory."""
+    counts = [torch._functionalize_mutation_counter(part.elem) for part in _parts(value)]
+    return (*counts, *value.shape, *value.stride())
+
+
+def _parts(value: torch.Tensor) -> list[Any]:
+    return [part for part in inner_tensors(value) if isinstance(part, FunctionalTensor)]
+
+
+#: by name: while a context of the live path is open, some of these are wrapped.
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_CHANGES = {
+    torch.Tensor.detach_: "detach_",
+    torch.Tensor.resize_: "resize_",
+    torch.Tensor.resize_as_: "resize_as_",
+    torch.Tensor.set_: "set_",
+    torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
+}
+#: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
+_LIFT = torch.ops.aten.lift_fresh.default
+#: `torch.tensor` calls it for a symbolic number; without history it does nothing.
+_DETACH = torch.Tensor.detach_
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class FreeTensors(TorchFunctionMode):
+    """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
+    exponent is replaced by its value, which becomes a guard.
+
+    Attributes:
+        bared: tensors of which ``.data`` was taken.
+        strided: what ``as_strided`` and its like gave, with what they were called on.
+        reads_offsets: whether anything depended on where a tensor begins in its memory.
+    """
+
+    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._lift = _outside_of_transforms(lift)
+        self.bared: list[torch.Tensor] = []
+        self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.reads_offsets = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
+        if name in _HOOKS:
+            raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
+        if name in functions("casts_inside") and torch._C._is_any_autocast_enabled():
+            raise not_representable(f"it calls {name} under autocast, whose kernel casts inside")
+        if name in functions("refuses_elements"):
+            raise not_representable(f"it calls {name}, which looks at elements to refuse them")
+        if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
+            raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
+        kwargs = kwargs or {}
+        if func == _DATA:
+            self.bared.append(args[0])
+        if name in functions("has_exponent"):
+            args, kwargs = without_symbols((args, kwargs))
+        given = () if func is _LIFT else pytree.tree_leaves((args, kwargs))
+        free = [leaf for leaf in given if _is_free(leaf)]
+        if free:
+            args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
+        result = _called(name, func, args, kwargs)
+        if name in functions("offset"):
+            self.strided.append((result, args[0] if args else kwargs["input"]))
+        # What is changed in place is given back as the tensor that the function has: it may keep it.
+        return next((leaf for leaf in free if self._lift(leaf) is result), result)
+
+    def _replaced(self, leaf: Any) -> Any:
+        return self._lift(leaf) if _is_free(leaf) else leaf
+
+    def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
+        """The arguments of a custom Function, which asks no mode what to do with real tensors."""
+        return original(tuple(map(self._replaced, args)))
+
+    def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
+        """A process group is to collect what is started."""
+        raise collecting_refused()
+
+    def __enter__(self) -> Any:
+        self._around = ExitStack()
+        handled = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
+        self._around.enter_context(handled)
+        self._around.enter_context(around_collecting(self.collecting))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._around.close()
+
+
+def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if name == "one_hot":
+        _check_classes(*args, **kwargs)
+    if name == "_assert_async" and len(args) == 1:  # torch removes it where it has no text: this is eager's
+        args = (*args, "Expected Tensor with single nonzero value, but got zero")
+    if is_of_family("python_form_differs", name):
+        with suppress(RuntimeError), no_python_dispatcher():  # some cannot be given a symbolic size
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _check_classes(labels: torch.Tensor | None = None, num_classes: int = -1, **named: torch.Tensor) -> None:
+    """What the kernel of ``one_hot`` checks, which is written without checks where a tensor has no values."""
+    labels = next(iter(named.values())) if labels is None else labels
+    if num_classes != -1:
+        check = torch.ops.aten._assert_async.msg
+        check((labels >= 0).all(), "Class values must be non-negative.")
+        check((labels < num_classes).all(), "Class values must be smaller than num_classes.")
+
+
+def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`lift`, called as if no transform of ``torch.func`` were open: what it makes is older than that."""
+
+    def lift_outside(tensor: torch.Tensor) -> torch.Tensor:
+        if torch._C._functorch.maybe_current_level() is None:
+            return lift(tensor)
+        with temporarily_clear_interpreter_stack():
+            return lift(tensor)
+
+    return lift_outside
+
+
+def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
+    place = functions("offset").get(name)
+    return place is not None and (place < len(args) or kwargs.get("storage_offset") is not None)
+
+
+def _is_free(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not is_traced(leaf)
+
+
+def without_tokens(graph: fx.Graph) -> None:
+    """Change `graph` in place."""
+    tokens = set[fx.Node]()
+    for node in list(graph.nodes):
+        if node.target is with_effects:
+            tokens.add(node.args[0])
+            _unwrapped(graph, node, tokens)
+    for token in reversed([node for node in graph.nodes if node in tokens]):
+        if not token.users:
+            graph.erase_node(token)
+
+
+def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
+    """Put the call in place of ``with_effects(token, operator, ...)``, which gives (token, *results)."""
+    target = node.args[1]
+    assert isinstance(target, torch._ops.OpOverload)
+    with graph.inserting_before(node):
+        call = graph.call_function(target, node.args[2:], node.kwargs)
+        call.meta = {**node.meta, "val": node.meta["val"][1:] if "val" in node.meta else None}
+    several = len(target._schema.returns) > 1
+    for user in list(node.users):
+        place = user.args[1]
+        if user.target is not operator.getitem or not isinstance(place, int):
+            continue
+        if place == 0:
+            for later in list(user.users):
+                later.replace_input_with(user, node.args[0])  # type: ignore[arg-type]
+        elif several:
+            user.args = (call, place - 1)
+            continue
+        else:
+            call.meta["val"] = user.meta.get("val")
+            user.replace_all_uses_with(call)
+        graph.erase_node(user)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)

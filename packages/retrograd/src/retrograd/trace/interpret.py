@@ -1,0 +1,264 @@
+"""Checkpoints inside a traced function, and in a graph that Dynamo made.
+
+In: a trace; or a graph module and its inputs, so that what its nodes know goes on to what they are traced to.
+Out: a checkpoint runs its function once and marks what that computes to be computed again in the backward
+(``meta["recompute"]``), instead of hooking the tensors that it saves or differentiating a second run. The
+partition does the rest, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointFunction,
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    noop_context_fn,
+)
+
+from retrograd.errors import Refusal, not_representable
+from retrograd.facts.patches import handled_here
+from retrograd.facts.releases import CHECKPOINT, checkpoint_options, drawing_again, policy_context
+from retrograd.trace.first_run import FirstRun
+from retrograd.trace.functional import any_changed, mutations_of
+from retrograd.trace.graph_tracer import draws_so_far, noted, noted_here
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """Those of the function that is traced.
+
+    Attributes:
+        given: what it was given; a checkpoint in it may change none of that.
+        reenter: whether one is reentrant, and differentiated.
+        groups: their numbers.
+    """
+
+    given: Sequence[Any] = ()
+    reenter: bool = False
+    groups: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+_checkpoints: ContextVar[Checkpoints] = ContextVar("checkpoints")
+
+
+@contextmanager
+def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> Iterator[Checkpoints]:
+    """Checkpoints that run inside, on this thread, only mark.
+
+    Args:
+        given: what the function can change that others see; more may be appended while it runs.
+        first: the run of the function. If it goes on eagerly, so do its checkpoints.
+
+    Raises:
+        Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
+    """
+    found = Checkpoints(given)
+    token = _checkpoints.set(found)
+
+    def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if first is not None and first.is_eager:
+            yield from original(*args, **kwargs)
+            return
+        if first is not None:
+            first.why_not = "it calls a checkpoint"
+        contexts, repeats_draws = checkpoint_options(*args, **kwargs)
+        marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
+        with _repeatable(args, repeats_draws), marking:
+            yield
+
+    @contextmanager
+    def reentrant(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
+        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
+        found.reenter |= torch.is_grad_enabled()
+        with _repeatable(args, repeats_draws), marking:
+            yield
+
+    try:
+        with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant, first):
+            yield found
+    finally:
+        _checkpoints.reset(token)
+
+
+@contextmanager
+def checkpoints_inlined(
+    around: Callable[[Sequence[Any], bool], AbstractContextManager[None]] = lambda args, draws: nullcontext(),
+    first: FirstRun | None = None,
+) -> Iterator[None]:
+    """Reentrant checkpoints that run inside, on this thread, are part of the autograd graph around them.
+
+    Args:
+        around: a context for each, given its arguments and whether it draws the same numbers again.
+        first: as in `checkpoints_marked`.
+    """
+
+    def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        if first is not None and first.is_eager:
+            return original(function, preserve_rng_state, *args)
+        if first is not None:
+            first.why_not = "it calls a checkpoint"
+        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
+            return function(*args)
+
+    with handled_here("torch.utils.checkpoint:CheckpointFunction.apply", run):
+        yield
+
+
+def draws_repeated() -> AbstractContextManager[None]:
+    """Inside, checkpoints in a graph of Dynamo's that runs as it is draw the same numbers again. Torch leaves
+    that to Inductor. Those that draw others are in no graph: `keep_whole` breaks it there."""
+
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given, named = drawing_again(args, kwargs)
+        return original(*given, **named)
+
+    return handled_here(CHECKPOINT, run)
+
+
+@contextmanager
+def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
+    """Inside, a checkpoint runs. What it changes in place is changed again when eager computes it once more
+    for the backward, and other random numbers are drawn unless `repeats_draws`; a graph has one of each.
+
+    Raises:
+        Refusal: it changed its arguments, or what the traced function was given; or it drew.
+    """
+    given = _checkpoints.get(Checkpoints()).given
+    seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
+    differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
+    draws = draws_so_far()
+    yield
+    if differentiable and (any_changed(given[count:]) or [mutations_of(value) for value in seen] != before):
+        raise Refusal("backward-effect", "a checkpoint in it changes a tensor, which its backward does again")
+    if differentiable and not repeats_draws and draws_so_far() > draws:
+        raise Refusal("backward-effect", "a checkpoint in it draws other random numbers in its backward")
+
+
+class Marking(TorchDispatchMode):
+    """Writes into the calls that are traced inside what a checkpoint says about saving them."""
+
+    def __init__(
+        self, contexts: Callable[[], tuple[Any, Any]] | None, otherwise: CheckpointPolicy, group: int
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._policy: Callable[..., Any] = lambda *args, **kwargs: otherwise
+        if contexts is not None and contexts is not noop_context_fn:
+            forward, _ = contexts()
+            if not isinstance(forward, _CachingTorchDispatchMode):
+                raise not_representable(
+                    "a checkpoint has a context_fn that is no selective-checkpoint policy"
+                )
+            self._policy = forward.policy_fn
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        mode = get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = len(nodes)
+        result = func(*args, **kwargs)
+        made = list(itertools.islice(reversed(nodes), len(nodes) - before))
+        policy = self._policy(policy_context(result), func, *args, **kwargs)
+        if isinstance(policy, bool):
+            policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
+        if "recompute" not in noted_here():  # a mark that the graph had already
+            for node in made:  # of nested checkpoints, the innermost comes last
+                if node.op == "call_function":
+                    node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
+        return result
+
+
+#: what functionalisation takes for no effect at all.
+_RESIZE = torch.ops.inductor.resize_storage_bytes_
+_REFUSED = (_RESIZE, _RESIZE.default)
+#: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
+_DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
+#: the number of a call in a block of calls that repeats itself.
+CALL_OF_BLOCK = "call_of_block"
+#: what calls of the trace are to know of the call that they come from.
+HANDED_ON = (
+    "stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CALL_OF_BLOCK,
+)  # fmt: skip
+
+
+def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = None) -> Any:
+    """Run `gm`, or another `graph` with what it holds. While it is traced, stack traces, module paths and
+    checkpoint policies go on to the trace.
+
+    A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if one
+    in between raises.
+    """
+    if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
+        with draws_repeated():
+            return gm(*args)
+    interpreter = _Interpreter(gm, graph)
+    depth, forward_mode = torch._C._functorch.get_dynamic_layer_stack_depth(), torch._C._is_fwd_grad_enabled()
+    try:
+        return interpreter.run(*args)
+    finally:
+        for level in reversed(interpreter.dual_levels):
+            torch._C._exit_dual_level(level=level)
+        torch._C._set_fwd_grad_enabled(forward_mode)
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _reenters(node: fx.Node) -> bool:
+    return node.target is tag_activation_checkpoint and bool(node.kwargs.get("use_reentrant"))
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, graph: fx.Graph | None = None) -> None:
+        super().__init__(gm, graph=graph)
+        #: levels of forward-mode differentiation that are open.
+        self.dual_levels: list[int] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        with noted(**{key: n.meta[key] for key in HANDED_ON if key in n.meta}):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _REFUSED:
+            raise not_representable(f"it calls {target}")
+        if getattr(target, "__name__", "") == _DATA_WRITTEN:
+            raise not_representable("it assigns to .data of a tensor")
+        if getattr(target, "__name__", "") == _DATA_READ:
+            return args[0].data  # seen by those who watch for it
+        if target is not tag_activation_checkpoint:
+            result = super().call_function(target, args, kwargs)
+            if getattr(target, "__name__", "") == "_enter_dual_level":
+                self.dual_levels.append(result)
+            elif getattr(target, "__name__", "") == "_exit_dual_level":
+                self.dual_levels.pop()
+            return result
+        body, *inputs = args
+        contexts = body.meta.get("_checkpoint_context_fn")
+        repeats_draws = kwargs.get("preserve_rng_state", True)
+        if kwargs.get("use_reentrant"):  # what it reads besides its arguments are arguments here
+            return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
+        groups = _checkpoints.get(Checkpoints()).groups
+        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(groups))
+        with _repeatable(inputs, repeats_draws), marking:
+            return _Interpreter(body).run(*inputs)

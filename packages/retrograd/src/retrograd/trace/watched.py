@@ -1,0 +1,192 @@
+"""What a function calls of torch while it is traced: each call is looked at, traced and written down.
+
+In: calls of torch, one after the other, and the `FirstRun` of the function. Out: traced results; from the
+first call on that cannot be traced, real ones. Or an error that handlers of the user's do not see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+
+from retrograd.errors import Refusal, not_representable
+from retrograd.graph.calls import around_collecting, collecting_refused
+from retrograd.runtime import pytree
+from retrograd.runtime.subclass import is_wrapper
+from retrograd.trace.first_run import SYMBOLIC, Abandoned, FirstRun
+from retrograd.trace.functional import FreeTensors
+
+#: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
+#: have not.
+_STATE = ("grad", "grad_fn", "is_leaf", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
+_UNGUARDED = {getattr(torch.Tensor, name).__get__: name for name in _STATE}
+#: by name: what gives a text of the elements, or a handle of the memory.
+_LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
+
+
+class Watched(FreeTensors):
+    """While open, each call of torch is traced; what `FreeTensors` says holds. What cannot be traced runs
+    eagerly, and so does all that comes after it.
+
+    Args:
+        lift: as in `FreeTensors`.
+        first: the run of the function's Python; None: an error of the trace abandons it.
+
+    Attributes:
+        stopped: the first error at which the trace could not go on; None if it could.
+    """
+
+    stopped: Exception | None
+
+    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
+        super().__init__(lift)
+        self._first, self.stopped = first, None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = self._first
+        if first is not None and first.is_computing:
+            return func(*args, **(kwargs or {}))
+        if first is not None and first.is_eager:
+            return first.call(func, args, kwargs or {})
+        try:
+            _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
+            if first is not None:
+                _refuse_looks(first, func, args)
+            result = super().__torch_function__(func, types, args, kwargs)
+            _refuse_layouts(None, pytree.tree_leaves(result))
+            if first is not None:
+                _refuse_unknown_sizes(result)
+        except Exception as error:
+            self.stop(error)
+            assert first is not None
+            return first.call(func, args, kwargs or {})
+        if first is not None:
+            first.record(func, args, kwargs or {}, result)
+        return result
+
+    def stop(self, error: Exception) -> None:
+        """The trace cannot go on.
+
+        Raises:
+            Abandoned: neither can the run.
+        """
+        self.stopped = self.stopped or error
+        if self._first is None:
+            raise Abandoned(error) from error
+        self._first.go_on_eagerly(error)
+
+    def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
+        """As in `FreeTensors`."""
+        first = self._first
+        if first is not None and first.is_eager:
+            return original(tuple(map(first.real, args)))
+        if first is not None:
+            first.why_not = "it calls a custom autograd.Function"
+        return super().given_to_function(original, args)
+
+    def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
+        """As in `FreeTensors`."""
+        if self._first is None or not self._first.is_eager:
+            self.stop(collecting_refused())
+        return original(*args)
+
+
+class _Abandoning(TorchFunctionMode):
+    error: Exception | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, SYMBOLIC):
+                _refuse_unknown_sizes(result)
+            return result
+        except Exception as error:
+            self.stop(error)
+
+    def stop(self, error: Exception) -> NoReturn:
+        self.error = self.error or error
+        raise Abandoned(error) from error
+
+
+@contextmanager
+def errors_uncaught() -> Iterator[None]:
+    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what
+    the trace raises. What it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
+
+    Raises:
+        Exception: what the trace has raised.
+    """
+    watching = _Abandoning()
+    try:
+        with watching, around_collecting(lambda *_: watching.stop(collecting_refused())):
+            yield
+    except Abandoned as abandoned:
+        raise abandoned.error from abandoned.error.__cause__
+    if watching.error is not None:
+        raise watching.error
+
+
+def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
+    """Refuse what depends on more than a trace knows, or a guard compares.
+
+    Raises:
+        Refusal: this call does.
+    """
+    name = getattr(func, "__name__", "")
+    if name in _LOOKS:
+        raise not_representable(f"it looks at the elements or the memory of a tensor ({name})")
+    if name != "__get__" or (attribute := _UNGUARDED.get(func)) is None:
+        return
+    given = first.given(args[0])
+    if given is None:
+        is_refused = attribute in ("grad_fn", "_version")
+    elif attribute == "is_leaf":
+        is_refused = not given.is_leaf
+    else:
+        is_refused = attribute in ("grad", "_grad", "_version") or func(given) is not None
+    if is_refused:
+        raise not_representable(f"it reads {attribute} of a tensor")
+
+
+#: by name: what makes a tensor that is not strided. Some abort the process if they are given a traced one.
+_UNSTRIDED = re.compile(r"_?sparse_|to_(sparse|mkldnn)|quantize_per_|_make_per_.*quant")
+_STRIDED = (torch.strided, torch.jagged)
+
+
+def _refuse_layouts(func: Any, leaves: Sequence[Any]) -> None:
+    """Refuse sparse, nested and quantized tensors, which fakes have no gradient of.
+
+    Raises:
+        Refusal: `func` makes such a tensor by its name, or one is among `leaves`.
+    """
+    name = "" if func is None else getattr(func, "__name__", "")
+    if _UNSTRIDED.match(name) and name != "sparse_dim":
+        raise Refusal("layout", f"it calls {name}: a graph has strided tensors only")
+    for leaf in leaves:
+        is_other = isinstance(leaf, torch.layout) and leaf not in _STRIDED
+        if isinstance(leaf, torch.Tensor) and not is_wrapper(leaf):
+            is_other = leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested
+        if is_other:
+            raise Refusal("layout", "it computes with a tensor that is sparse, nested, quantized or opaque")
+
+
+def _refuse_unknown_sizes(result: Any) -> None:
+    """Refuse a number that depends on elements: the function may look at it where nobody sees it.
+
+    Raises:
+        Refusal: `result` has, or is, such a number.
+    """
+    for leaf in pytree.tree_leaves(result):
+        number = leaf.shape if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides else leaf
+        if isinstance(number, (*SYMBOLIC, torch.Size)) and free_unbacked_symbols(number):
+            raise Refusal("data-dependent", "it reads a number or a shape that depends on elements")
