@@ -11,7 +11,7 @@ HOME = Path(__file__).resolve().parents[2] / "packages/retrograd/src/retrograd"
 LIMITS = Path(__file__).resolve().parents[2] / "docs/limits.md"
 
 #: what makes a reason, with its code as the first argument.
-MAKERS = frozenset({"Refusal", "Reason", "because", "refusal", "_refuse", "_stands_apart"})
+MAKERS = frozenset({"Refusal", "Reason", "because", "refusal", "_refuse", "_not_recordable"})
 
 #: codes by which parts of the compiler tell each other something; no report and no error shows them. They say
 #: that something is not kept on disk, not given to another process, or not taken from memory.

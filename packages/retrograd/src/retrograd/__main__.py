@@ -84,10 +84,10 @@ def pack(folder: Path, archive: Path) -> int:
         raise OSError(f"{archive} is a folder, or in none: name a file that can be written")
     paths = list(_finished(folder))
     with replacing(archive) as to, tarfile.open(fileobj=to, mode="w:gz") as tar:
-        said = json.dumps(made_of()).encode()
+        message = json.dumps(made_of()).encode()
         entry = tarfile.TarInfo(MANIFEST)
-        entry.size = len(said)
-        tar.addfile(entry, io.BytesIO(said))
+        entry.size = len(message)
+        tar.addfile(entry, io.BytesIO(message))
         for path in paths:
             tar.add(path, str(path.relative_to(folder)), recursive=False)
     return len(paths)
@@ -105,15 +105,15 @@ def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
         tarfile.TarError: it is damaged, is no archive of a cache, or holds something that is no file in it.
     """
     most = archive.stat().st_size * MOST_UNPACKED
-    with tempfile.TemporaryDirectory(dir=folder) as apart:
-        with tempfile.TemporaryFile(dir=apart) as plain:
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        with tempfile.TemporaryFile(dir=staging) as plain:
             _decompress(archive, plain, most)
             with tarfile.open(fileobj=plain, mode="r:") as tar:
                 origin = _manifest(tar)
-                _extract(tar, apart, most)
-        new = [path for path in _finished(Path(apart)) if not (folder / path.relative_to(apart)).exists()]
+                _extract(tar, staging, most)
+        new = [path for path in _finished(Path(staging)) if not (folder / path.relative_to(staging)).exists()]
         for path in new:
-            target = folder / path.relative_to(apart)
+            target = folder / path.relative_to(staging)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
     return len(new), origin
@@ -130,9 +130,9 @@ def _decompress(archive: Path, to: BinaryIO, most: int) -> None:
 
 def _manifest(tar: tarfile.TarFile) -> dict[str, str]:
     first = tar.next()
-    if first is None or first.name != MANIFEST or (said := tar.extractfile(first)) is None:
+    if first is None or first.name != MANIFEST or (message := tar.extractfile(first)) is None:
         raise tarfile.TarError(f"its first file is not {MANIFEST}, so `retrograd cache pack` did not make it")
-    origin: Any = json.loads(said.read())
+    origin: Any = json.loads(message.read())
     if not isinstance(origin, dict) or not all(isinstance(value, str) for value in origin.values()):
         raise tarfile.TarError(f"{MANIFEST} in it does not say what the code was made of")
     return origin

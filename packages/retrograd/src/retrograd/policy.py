@@ -86,7 +86,7 @@ TRIED, RARE = 5, 4
 FIRST_REPLAYS = 8
 #: so often is a function recorded once more because others were recorded later and are called earlier. From
 #: the first number on, it and its backwards have a pool of their own; from the second on, it runs as it is.
-APART, MOST_INVERSIONS = 8, 16
+SEPARATE_POOL_AFTER, MOST_INVERSIONS = 8, 16
 #: how many calls without a recording are remembered.
 REMEMBERED = 4
 #: sets of parameters and sizes that are remembered, the ones met last.

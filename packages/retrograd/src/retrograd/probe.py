@@ -18,7 +18,7 @@ import torch
 from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 from torch.utils.checkpoint import checkpoint
 
-from retrograd.engine.collection import Kept, clear_engine_cache, collect
+from retrograd.engine.collection import CacheEntry, clear_engine_cache, collect
 from retrograd.engine.protocol import EngineProtocol
 from retrograd.engine.request import EngineRequest
 from retrograd.errors import Refusal, UnsupportedTorchError, first_line
@@ -86,8 +86,8 @@ class _Listener:
     def accumulate(self, variable: Any, grad: Any, has_post_hooks: bool) -> Any:
         return grad
 
-    def finish(self, outputs: list[Any]) -> Kept:
-        return Kept(self)
+    def finish(self, outputs: list[Any]) -> CacheEntry:
+        return CacheEntry(self)
 
 
 def unlike_backward() -> Iterator[str]:

@@ -77,14 +77,14 @@ def restored_on_error(body: Callable[..., T], *args: Any) -> T:
         try:
             return body(*args)
         except BaseException:
-            put_back(before)
+            restore_saved(before)
             raise
     except BaseException:
-        put_back(before)  # an interrupt may have cut the first attempt short
+        restore_saved(before)  # an interrupt may have cut the first attempt short
         raise
 
 
-def put_back(before: list[Any]) -> None:
+def restore_saved(before: list[Any]) -> None:
     """Restore the state of this thread, as it was read `before`."""
     for (read, restore), value in zip(_thread_states, before, strict=False):
         if read() != value:

@@ -45,7 +45,7 @@ from retrograd.runtime.profiler import (
     node_range,
     text_range,
 )
-from retrograd.trace import noted
+from retrograd.trace import recorded
 
 _lock = ForkSafeLock()
 
@@ -210,7 +210,7 @@ class Report:
             (LOGS if is_live else AOT_LOGS)["recompiles"].info("%s", text)
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
-    def noted(self, reason: Reason, *, warn: bool = True) -> None:
+    def recorded(self, reason: Reason, *, warn: bool = True) -> None:
         """Something is compiled, or runs, in another way than the user asked for."""
         is_new = reason not in self.notes
         for report in self._all():
@@ -382,7 +382,7 @@ class PlanLog:
             text = f"{segment} is interpreted: {lowering.because}"
             self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
 
-    def noted(self, reason: Reason) -> None:
+    def recorded(self, reason: Reason) -> None:
         """Something runs otherwise than asked."""
         if reason not in self._report.notes:
             self._report.notes.append(reason)
@@ -401,14 +401,14 @@ class PlanLog:
         with compiling(self.compile_id), event(f"retrograd.{name}", self.compile_id):
             yield
 
-    def node_noted(self, node: fx.Node) -> AbstractContextManager[None]:
+    def node_recorded(self, node: fx.Node) -> AbstractContextManager[None]:
         """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
         name = self._report.graph.node_name(call_of(node).node_call)
         note: dict[str, Any] = {"custom": {"autograd_node": name}}
         if found := _LINE.fullmatch(_node_call(self._report, node).source):
             place = f'  File "{found["file"]}", line {found["line"]}, in forward'
             note["stack_trace"] = f"{place}\n    {found['code']}\n"
-        return noted(**note)
+        return recorded(**note)
 
     # profiler ranges
 

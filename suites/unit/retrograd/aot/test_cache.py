@@ -30,7 +30,7 @@ class Returns:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         return self.value
 
-    def why_aside(self) -> None:
+    def why_disabled(self) -> None:
         return None
 
 

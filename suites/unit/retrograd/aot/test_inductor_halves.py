@@ -12,16 +12,16 @@ from torch import fx, nn
 
 from retrograd import aot
 from retrograd.backends import registry as inductor
-from retrograd.backends.base import SEGMENT, Boxed, Half
+from retrograd.backends.base import SEGMENT, Boxed, GraphKind
 
 
 @pytest.fixture
-def halves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Half, list[tuple[int, ...]]]]:
+def halves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphKind, list[tuple[int, ...]]]]:
     """Every half given to Inductor, with the strides of its example inputs."""
-    seen: list[tuple[Half, list[tuple[int, ...]]]] = []
+    seen: list[tuple[GraphKind, list[tuple[int, ...]]]] = []
     compile_half = inductor.InductorBackend.compile
 
-    def noted(self: Any, gm: fx.GraphModule, examples: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+    def noted(self: Any, gm: fx.GraphModule, examples: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         seen.append((half, [tuple(e.stride()) for e in examples if isinstance(e, torch.Tensor)]))
         return compile_half(self, gm, examples, half)
 
@@ -59,9 +59,9 @@ def test_inductor_is_told_which_half_it_compiles(halves: list[Any]) -> None:
     with torch.no_grad():
         fn(torch.ones(3))
     assert [half for half, _ in halves] == [
-        Half(visible=1),
-        Half(is_backward=True, visible=1),
-        Half(is_inference=True, visible=1),
+        GraphKind(visible=1),
+        GraphKind(is_backward=True, visible=1),
+        GraphKind(is_inference=True, visible=1),
     ]
 
 

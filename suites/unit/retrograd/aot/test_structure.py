@@ -25,8 +25,8 @@ def leaves_of(live: LiveGraph) -> dict[int, int]:
     return {node: i for i, node in enumerate(n for n, v in enumerate(live.nodes) if v.sequence == LEAF)}
 
 
-def divided(live: LiveGraph, single: bool = False, sums_apart: bool = False) -> Structure:
-    return divide(live, leaves_of(live), CaptureOptions(single, sums_apart=sums_apart))
+def divided(live: LiveGraph, single: bool = False, separate_sums: bool = False) -> Structure:
+    return divide(live, leaves_of(live), CaptureOptions(single, separate_sums=separate_sums))
 
 
 def text(structure: Structure) -> list[str]:
@@ -158,11 +158,11 @@ def reachable(live: LiveGraph) -> LiveGraph:
     return LiveGraph(tuple(nodes), tuple(moved(root) for root in live.roots), None)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("sums_apart", [False, True])
+@pytest.mark.parametrize("separate_sums", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_laws_of_a_division(seed: int, sums_apart: bool) -> None:
+def test_laws_of_a_division(seed: int, separate_sums: bool) -> None:
     live = random_graph(seed)
-    structure, primals = divided(live, sums_apart=sums_apart), leaves_of(live)
+    structure, primals = divided(live, separate_sums=separate_sums), leaves_of(live)
     calls = [node for node in range(len(live.nodes)) if node not in primals]
     assert sorted(n for region in structure.regions for n in region.nodes) == calls
     ran = {step.index: place for place, step in enumerate(structure.order) if not step.is_leaf}
@@ -184,7 +184,7 @@ def test_sums_are_made_in_eagers_order(seed: int) -> None:
     """What regions give arrives before a region begins, and what it gives to itself comes after that. Two
     terms may change places, if nothing from outside is added to them."""
     live = random_graph(seed)
-    structure, primals = divided(live, sums_apart=True), leaves_of(live)
+    structure, primals = divided(live, separate_sums=True), leaves_of(live)
     home = {node: number for number, region in enumerate(structure.regions) for node in region.nodes}
     arrived: dict[Edge, list[tuple[bool, int]]] = {}
     for number, region in enumerate(structure.regions):

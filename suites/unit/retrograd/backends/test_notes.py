@@ -14,7 +14,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrograd.backends.base import SEGMENT, Boxed, Half
+from retrograd.backends.base import SEGMENT, Boxed, GraphKind
 from retrograd.backends.inductor import chooses_layouts
 from retrograd.backends.inductor.notes import Note
 from retrograd.backends.registry import AtenBackend, InductorBackend
@@ -106,7 +106,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """The names of graphs that Inductor would compile; they are interpreted."""
     found = list[str | None]()
 
-    def interpreted(backend: InductorBackend, gm: Any, inputs: Any, half: Half = SEGMENT) -> Boxed:
+    def interpreted(backend: InductorBackend, gm: Any, inputs: Any, half: GraphKind = SEGMENT) -> Boxed:
         found.append(half.known_as)
         return AtenBackend().compile(gm, inputs, half)
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograd
 from retrograd.backends import processes
-from retrograd.backends.base import Answer, Half
+from retrograd.backends.base import Answer, GraphKind
 from retrograd.backends.inductor import portable_settings
 from retrograd.backends.registry import InductorBackend
 from retrograd.events import counters
@@ -33,7 +33,7 @@ from retrograd.serialize import Reader, Writer
 from retrograd.trace import new_fake_mode
 
 BACKEND = InductorBackend()
-FORWARD = Half(visible=1)
+FORWARD = GraphKind(visible=1)
 HOW_MANY = processes.how_many
 
 
@@ -65,7 +65,7 @@ def graph_of(fn: Callable[..., Any], *sizes: int) -> tuple[torch.fx.GraphModule,
     return gm, [fake]
 
 
-def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: Half = FORWARD) -> Answer | None:
+def begun(gm: torch.fx.GraphModule, inputs: list[Any], half: GraphKind = FORWARD) -> Answer | None:
     """Have a process begin with the graph, and wait until it has."""
     processes.start()
     answer = BACKEND.begin(gm, inputs, half)
@@ -415,4 +415,4 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_has_begun() -> None:
 
 def test_the_whole_is_not_compiled_elsewhere_without_a_cache_on_disk() -> None:
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert BACKEND.settings_elsewhere() is None
+        assert BACKEND.process_settings() is None

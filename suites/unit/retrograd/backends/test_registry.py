@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import retrograd
 import retrograd.aot
-from retrograd.backends.base import Half
+from retrograd.backends.base import GraphKind
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.errors import BackendError
 from retrograd.graph.fx import lazy_graph
@@ -135,7 +135,7 @@ def settings_for_parts_of(follow: int) -> dict[str, Any]:
         made = graph.call_function(aten.tanh.default, (made,))
         made.meta["val"] = torch.empty(2, 128, 4, 4)
     graph.output((made,))
-    found = find_backend("inductor").for_parts_of(lazy_graph(torch.fx.GraphModule({}, graph)), Half())
+    found = find_backend("inductor").for_parts_of(lazy_graph(torch.fx.GraphModule({}, graph)), GraphKind())
     assert isinstance(found, InductorBackend)
     return found.settings
 

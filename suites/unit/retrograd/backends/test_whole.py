@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from retrograd.backends.whole import WholeLater
+from retrograd.backends.whole import TierUp
 from retrograd.events import counters
 
 Code = Callable[[list[Any]], Sequence[Any]]
@@ -40,7 +40,7 @@ class Elsewhere:
         self.fails, self.calls, self.asked = fails, 0, list[tuple[str, int]]()
 
     def code(self, calls: int) -> Code:
-        later = WholeLater(parts, calls, self.begin, self.finish)
+        later = TierUp(parts, calls, self.begin, self.finish)
 
         def run(args: list[Any]) -> Sequence[Any]:
             self.calls += 1
@@ -96,7 +96,7 @@ def test_parts_remain_where_one_of_them_raises(fails: str) -> None:
 
 def test_what_compiles_is_freed_after_the_change() -> None:
     elsewhere = Elsewhere()
-    later, alive = WholeLater(parts, 2, elsewhere.begin, elsewhere.finish), weakref.ref(elsewhere)
+    later, alive = TierUp(parts, 2, elsewhere.begin, elsewhere.finish), weakref.ref(elsewhere)
     del elsewhere
     gc.collect()
     assert alive() is not None

@@ -279,13 +279,13 @@ def test_inside_a_capture_of_the_users_it_runs_as_it_is():
 
 def test_nobody_waits_for_the_stream_that_captures_are_made_on():
     side_streams.watch()
-    before = len([*side_streams.apart()])
+    before = len([*side_streams.separate()])
     x = torch.ones(4, device="cuda")
     call, _ = call_of(lambda inputs: [inputs[0] * 2])
     for _ in range(WARM_UPS + 2):
         call([x])
     assert call._recordings
-    assert len([*side_streams.apart()]) == before
+    assert len([*side_streams.separate()]) == before
 
 
 def test_memory_of_a_pool_of_the_users_is_not_recorded():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 import retrograd
-from retrograd.engine import Reading
+from retrograd.engine import PurityAnalysis
 
 SCALE = 2.0
 
@@ -166,7 +166,7 @@ def breaks():
     ],
 )
 def test_what_the_code_of_a_function_tells(function, reason):
-    assert Reading.of(function).reason == reason
+    assert PurityAnalysis.of(function).reason == reason
 
 
 def test_what_torchs_decorators_hide_is_read():
@@ -177,7 +177,7 @@ def test_what_torchs_decorators_hide_is_read():
             ctx.runs += 1
             return grad
 
-    assert Reading.of(Decorated).reason == "its backward changes something in place"
+    assert PurityAnalysis.of(Decorated).reason == "its backward changes something in place"
 
 
 def test_a_function_that_only_computes_is_a_node_of_one_graph():
@@ -390,7 +390,7 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("function", [Waits, UsesFuture])
 def test_code_that_names_streams_or_futures_is_told(function):
-    assert "waits" in str(Reading.of(function).reason)
+    assert "waits" in str(PurityAnalysis.of(function).reason)
 
 
 @pytest.mark.parametrize("is_fullgraph", [False, True])

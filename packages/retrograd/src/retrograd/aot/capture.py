@@ -26,7 +26,7 @@ from retrograd.aot.modules import FlatCall
 from retrograd.aot.parts import leaves_sharing
 from retrograd.aot.trace.analyse import Analysis
 from retrograd.aot.trace.differentiate import differentiate
-from retrograd.aot.trace.enter import EntryPlan, Inputs
+from retrograd.aot.trace.enter import Inputs, InputWrapping
 from retrograd.aot.trace.structure import Structure
 from retrograd.config import SWITCH, checked
 from retrograd.engine import outside_of_graph_task
@@ -116,7 +116,7 @@ def capture(
     *,
     single_region: bool = False,
     split_at_leaf_grads: bool = False,
-    sums_apart: bool = False,
+    separate_sums: bool = False,
     layouts: Mapping[int, Sequence[int]] = MappingProxyType({}),
     backward_autocast: Autocast = (),
 ) -> JointGraph:
@@ -141,7 +141,7 @@ def capture(
     Raises:
         CaptureError: the function does what a graph cannot hold; the cause is chained.
     """
-    options = CaptureOptions(single_region, split_at_leaf_grads, sums_apart, layouts, backward_autocast)
+    options = CaptureOptions(single_region, split_at_leaf_grads, separate_sums, layouts, backward_autocast)
     return capture_divided(state, options)[0]
 
 
@@ -161,7 +161,7 @@ def capture_divided(
 def _captured(
     state: CaptureState, options: CaptureOptions, first: FirstRun | None
 ) -> tuple[JointGraph, Structure]:
-    plan = EntryPlan()
+    plan = InputWrapping()
     while True:
         attempt = _Attempt(state, plan, options, first)
         read_anew(state.fake_mode)
@@ -174,7 +174,7 @@ def _captured(
         except (RetrogradError, OtherCotangent):
             raise
         except Exception as error:
-            is_over = first is not None and first.can_be_finished and not first.can_be_traced_again
+            is_over = first is not None and first.can_be_finished and not first.can_be_retraced
             if (larger := plan.with_copies(state)) != plan and not is_over:
                 plan = larger
                 continue
@@ -197,7 +197,7 @@ class _Attempt:
     """One run of the function."""
 
     state: CaptureState
-    plan: EntryPlan
+    plan: InputWrapping
     options: CaptureOptions
     first: FirstRun | None
     leaves_gaps: bool = False

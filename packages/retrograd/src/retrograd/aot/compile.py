@@ -21,11 +21,11 @@ from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition import partition
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import begin_elsewhere
+from retrograd.aot.run.lower_half import begin_in_processes
 from retrograd.aot.run.record_half import lower_half
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.writes import writing_ahead
-from retrograd.backends.base import Half
+from retrograd.backends.base import GraphKind
 from retrograd.backends.registry import find_backend
 from retrograd.config import SWITCH, Config, check, checked
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
@@ -91,9 +91,9 @@ def compile_with(
         for number in range(len(partition.backwards))
     ]
     if keep is not None:
-        begin_elsewhere(ahead, partition.ahead, partition.joint.state, half, config)
+        begin_in_processes(ahead, partition.ahead, partition.joint.state, half, config)
         for region in regions:
-            region.begin_elsewhere()
+            region.begin_in_processes()
         keep.write(partition)
     # What it gives besides the function's own values may stay where it is.
     results = len(partition.ahead.summary.results)
@@ -106,11 +106,11 @@ def compile_with(
     return CompiledFunction(partition, code, regions)
 
 
-def _forward_half(partition: Partition, lazy: bool) -> Half:
+def _forward_half(partition: Partition, lazy: bool) -> GraphKind:
     """What is saved may have any strides, unless the backward is compiled before they are known."""
     saved = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
     visible = partition.joint.signature.forward_count + (0 if lazy else saved)
-    return Half(is_inference=not partition.backwards, visible=visible)
+    return GraphKind(is_inference=not partition.backwards, visible=visible)
 
 
 class Compiled:
@@ -258,7 +258,7 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     is_known = parts is not None
     if parts is None:
         is_large = graph is not None and len(graph.graph.nodes) >= WORTH_PROCESSES
-        backend.prepare(elsewhere=is_large and kept is not None)
+        backend.prepare(in_process=is_large and kept is not None)
         parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
         parts = writing_ahead(parts) if backend.takes_writes else parts
     code = compile_with(parts, config, report, lazy, None if is_known else kept)
@@ -273,7 +273,7 @@ def _captured(
     state: CaptureState, config: Config, split_at_leaf_grads: bool, first: FirstRun | None
 ) -> JointGraph:
     is_exact = not find_backend(config.backend).traces
-    manner = CaptureOptions(config.single_region, split_at_leaf_grads, sums_apart=is_exact)
+    manner = CaptureOptions(config.single_region, split_at_leaf_grads, separate_sums=is_exact)
     if isinstance(state.call, GraphCall):
         joint, _ = capture_graph(state, manner)
     else:

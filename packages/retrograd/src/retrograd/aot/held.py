@@ -39,7 +39,7 @@ _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _OF_TORCH = OF_ALL_MODULES | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
 #: so many holders a module has.
 _OF_EACH = 6
-_ASIDE = object()
+_ABSENT = object()
 
 
 class _Holder(NamedTuple):
@@ -63,7 +63,7 @@ def unchanged(
         CaptureError: it has changed something.
     """
     reached = _Reached(fn, modules, leaves)
-    noted = [(holder, holder.read()) for holder in reached.holders]
+    recorded = [(holder, holder.read()) for holder in reached.holders]
     filled = [cache.cache_info().currsize for cache in reached.caches]
     changed: list[str] = []
     is_refused = True
@@ -72,17 +72,17 @@ def unchanged(
         is_refused = False
     finally:
         found = [
-            (holder, key, before.get(key, _ASIDE), now.get(key, _ASIDE))
-            for holder, before in noted
+            (holder, key, before.get(key, _ABSENT), now.get(key, _ABSENT))
+            for holder, before in recorded
             for now in [holder.read()]
             for key in {**before, **now}
-            if not is_same(before.get(key, _ASIDE), now.get(key, _ASIDE))
+            if not is_same(before.get(key, _ABSENT), now.get(key, _ABSENT))
         ]
         counting = [one for one in found if one[0].given or _holds_tensor(one[3])]
         changed += [f"{key} of {holder.name}" for holder, key, *_ in counting]
         values = [now for *_, now in found]
         if found and (changed or is_refused):
-            if first is not None and any(may_hide(now) for *_, now in counting if now is not _ASIDE):
+            if first is not None and any(may_hide(now) for *_, now in counting if now is not _ABSENT):
                 first.why_not = "what it has set may hide a tensor of the trace"
             real = None if first is None else first.finished(values)
             for (holder, key, before, _), now in zip(found, real or values, strict=True):
@@ -198,14 +198,14 @@ def _read(one: Any, keep: Callable[[Any], bool]) -> dict[Any, Any]:
 
 
 def _put(one: Any, key: Any, value: Any) -> None:
-    """Make it hold `value`, or nothing if that is `_ASIDE`."""
+    """Make it hold `value`, or nothing if that is `_ABSENT`."""
     if isinstance(one, (list, set)):
         one.clear()
         (one.extend if isinstance(one, list) else one.update)(value)
     elif isinstance(one, (type, types.CellType)):
         key = key if isinstance(one, type) else "cell_contents"
-        delattr(one, key) if value is _ASIDE else setattr(one, key, value)
-    elif value is _ASIDE:
+        delattr(one, key) if value is _ABSENT else setattr(one, key, value)
+    elif value is _ABSENT:
         one.pop(key, None)
     else:
         one[key] = value

@@ -63,12 +63,12 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
     """
     first, rest = unpacked(data)
     reader = Reader(json.loads(first), state.fake_mode)
-    head, again = reader.body, _Again(state, policy, is_single_region, rest)
+    head, recaptured = reader.body, _Recapture(state, policy, is_single_region, rest)
     ahead, *behind = (
-        _read_half(half, reader, functools.partial(again.graph, number))
+        _read_half(half, reader, functools.partial(recaptured.graph, number))
         for number, half in enumerate(head["halves"])
     )
-    joint = _CapturedAgain(again.joint, state=state, reports=(), **read_trace(head, reader))
+    joint = _RecapturedGraph(recaptured.joint, state=state, reports=(), **read_trace(head, reader))
     backwards = zip(behind, map(reader.read, head["backwards"]), strict=True)
     return Partition(
         joint,
@@ -87,9 +87,9 @@ def _saved(entries: Sequence[Any]) -> tuple[Saved, ...]:
 
 def name_graphs(made: Partition, data: bytes) -> None:
     """Name the graphs of `made`, which is written as `data`, by the hash in its heading."""
-    said = heading_of(data)["sha256"]
+    fingerprint = heading_of(data)["sha256"]
     for i, graph in enumerate(made.graphs):
-        graph.known_as = f"{said} {i}"
+        graph.known_as = f"{fingerprint} {i}"
 
 
 # a graph: its parts
@@ -123,18 +123,18 @@ def _read_half(written: Mapping[str, Any], reader: Reader, read: Callable[[], fx
 
 
 def _serialize_graph(gm: fx.GraphModule, writer: Writer) -> list[Any]:
-    return [writer.graph(gm), _said(gm)]
+    return [writer.graph(gm), _fingerprint(gm)]
 
 
 def _read_graph(written: Any, reader: Reader) -> fx.GraphModule:
-    graph, said = written
+    graph, fingerprint = written
     gm = reader.graph(graph)
-    if _said(gm) != said:
+    if _fingerprint(gm) != fingerprint:
         raise ValueError("it is read as another graph than was written")
     return gm
 
 
-def _said(gm: fx.GraphModule) -> str:
+def _fingerprint(gm: fx.GraphModule) -> str:
     return hashlib.sha256(str(gm.graph).encode()).hexdigest()
 
 
@@ -146,7 +146,7 @@ def _serialize_whole(gm: fx.GraphModule) -> dict[str, Any]:
     return writer.document(_serialize_graph(gm, writer))
 
 
-class _Again:
+class _Recapture:
     """Graphs that are read when somebody asks for them, or captured again if they cannot be read."""
 
     def __init__(self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes) -> None:
@@ -170,15 +170,15 @@ class _Again:
         return capture(self._state, single_region=self._is_single_region)
 
 
-class _CapturedAgain(JointGraph):
+class _RecapturedGraph(JointGraph):
     """A joint graph of which all is known but its graph, for which the function is captured again."""
 
-    _capture_again: Any
+    _recapture: Any
 
-    def __init__(self, capture_again: Callable[[], JointGraph] | None = None, **found: Any) -> None:
-        vars(self).update(found, _capture_again=capture_again)
+    def __init__(self, recapture: Callable[[], JointGraph] | None = None, **found: Any) -> None:
+        vars(self).update(found, _recapture=recapture)
 
     @cached_property
     def gm(self) -> fx.GraphModule:
         """The graph."""
-        return self._capture_again().gm
+        return self._recapture().gm

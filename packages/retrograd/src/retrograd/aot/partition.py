@@ -152,9 +152,9 @@ class _Division:
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
         """Random numbers that the backward would draw again are drawn from the state that the forward had."""
-        again = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
+        recomputed = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
         for node in list(self.joint.gm.graph.nodes):
-            if node in again and draws_random_numbers(node) and not is_backward(node):
+            if node in recomputed and draws_random_numbers(node) and not is_backward(node):
                 state, value, copy = insert_replay(self.joint.gm.graph, node)
                 self.instead[value] = copy
                 self.chosen.add(state)

@@ -27,7 +27,7 @@ from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
 from retrograd.process import cached_property
 
-_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -47,9 +47,9 @@ def read_by_backward(gm: fx.GraphModule, region: int | None = None) -> list[fx.N
     return [value for value in dict.fromkeys(read) if not is_backward(value)]
 
 
-def is_again(node: fx.Node) -> bool:
+def is_recomputed(node: fx.Node) -> bool:
     """Whether the user wants it to be computed again."""
-    return node.op == "call_function" and node.meta.get("recompute") in _AGAIN
+    return node.op == "call_function" and node.meta.get("recompute") in _RECOMPUTED
 
 
 def is_number(node: fx.Node) -> bool:
@@ -97,7 +97,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     for i, node in enumerate(results[:count]):
         if isinstance(node, fx.Node):
             outputs.setdefault(node, i)
-    inside = {node for node in gm.graph.nodes if is_again(node) and "ac_graph_id" in node.meta}
+    inside = {node for node in gm.graph.nodes if is_recomputed(node) and "ac_graph_id" in node.meta}
     numbers = {node.meta.get("seq_nr") for node in inside}
     kept = [
         value
@@ -252,7 +252,7 @@ def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
 def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph of a region, once it is cut out: what is computed again stands late; views may be copies,
     since a backend may give what is saved another layout than tracing did."""
-    _compute_again_late(gm.graph)
+    _recompute_late(gm.graph)
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
@@ -260,7 +260,7 @@ def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _compute_again_late(graph: fx.Graph) -> None:
+def _recompute_late(graph: fx.Graph) -> None:
     """Change the order of `graph` in place: what is computed again stands before its first use, and results
     of one call stay together."""
     waiting = {

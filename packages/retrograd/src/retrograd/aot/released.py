@@ -5,11 +5,11 @@ for that a call holds what it was given. Eager holds less: what its nodes have s
 made of what the compiled forward has saved, a second run gets zeros in place of an input, and what its nodes
 have saved of them gives way to the right values. So nobody need hold the input.
 
-In: at the end of a trace, the autograd graph. Out: `Releasable`, in the metadata of the joint graph. Calls
+In: at the end of a trace, the autograd graph. Out: `Droppable`, in the metadata of the joint graph. Calls
 whose results eager saves are marked with ``meta["saved_for"]``.
 
 In: a joint graph and its partition. Out: the numbers of the primals that are released; and when a region runs
-again, `PutBack`, which gives the nodes of that run what eager's would have saved.
+again, `RestoreSaved`, which gives the nodes of that run what eager's would have saved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NodeSave:
 
 
 @dataclass(frozen=True)
-class Releasable:
+class Droppable:
     """What is known when a function has been traced.
 
     Attributes:
@@ -77,7 +77,7 @@ def releasable(
     regions: Sequence[Sequence[int]],
     inputs: Inputs,
     updates: Iterable[Update],
-) -> Releasable | None:
+) -> Droppable | None:
     """What may be released, if a trace has got as far as the autograd graph; None if nothing may.
 
     Args:
@@ -106,7 +106,7 @@ def releasable(
                 made.meta[SAVED_FOR] = (*made.meta.get(SAVED_FOR, ()), len(saves))
                 among = frozenset(number for number, nodes in enumerate(below) if index in nodes)
                 saves.append(NodeSave(index, node.name, attribute, place, among))
-    return Releasable(frozenset(primals), tuple(saves))
+    return Droppable(frozenset(primals), tuple(saves))
 
 
 def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
@@ -145,7 +145,7 @@ def released(
     joint: JointValues, saved: Sequence[Saved], backwards: Sequence[RegionBackward]
 ) -> frozenset[int]:
     """Numbers of the primals that calls need not hold."""
-    found: Releasable | None = joint.gm.meta.get("releasable")
+    found: Droppable | None = joint.gm.meta.get("releasable")
     if found is None or getattr(joint, "reports", None):
         return frozenset()
     wanted = _saved_by_eager(joint)
@@ -170,7 +170,7 @@ def _saved_by_eager(joint: JointValues) -> dict[NodeSave, fx.Node]:
     return {saves[i]: node for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())}
 
 
-class PutBack:
+class RestoreSaved:
     """What the nodes of a second run, which got zeros for some inputs, are given instead."""
 
     def __init__(self, partition: Partition, number: int) -> None:

@@ -84,7 +84,7 @@ def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGra
         for _ in range(_ATTEMPTS):
             try:
                 joint, structure = capture_divided(folded, manner)
-                if not manner.sums_apart or len(structure.regions) <= 1:
+                if not manner.separate_sums or len(structure.regions) <= 1:
                     return replace(joint, state=state), structure
                 break  # contributions of several regions take turns, node by node
             except OtherCotangent as found:
@@ -171,7 +171,7 @@ class _Kind:
             for leaf, node, one in zip(state.leaves, block.inputs, fakes, strict=True)
         ]
         state = replace(state, leaves=tuple(leaves), thread_modes=self.state.thread_modes)
-        manner = CaptureOptions(sums_apart=True, layouts={} if strides is None else {0: strides})
+        manner = CaptureOptions(separate_sums=True, layouts={} if strides is None else {0: strides})
         try:
             return _traced(*capture_divided(state, manner), modes[-1])
         except (CaptureError, Refusal):
@@ -278,13 +278,13 @@ def _token(node: fx.Node) -> Hashable:
 
 
 def _value_key(node: fx.Node) -> Hashable:
-    return _is_given(node), _said(_example(node))
+    return _is_given(node), _fingerprint(_example(node))
 
 
-def _said(value: Any) -> Hashable:
+def _fingerprint(value: Any) -> Hashable:
     """Equal for values that are alike; a tensor whose form cannot be told is like no other."""
     if isinstance(value, (tuple, list)):
-        return ("items", *map(_said, value))
+        return ("items", *map(_fingerprint, value))
     if not isinstance(value, torch.Tensor):
         return type(value), str(value)
     form = form_of(value)

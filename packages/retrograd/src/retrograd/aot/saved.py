@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from retrograd.aot.parts import (
     Memory,
     copied_call,
-    is_again,
     is_backward,
     is_number,
+    is_recomputed,
     memory_of,
     read_by_backward,
 )
@@ -119,8 +119,8 @@ def _read(joint: JointValues) -> set[fx.Node]:
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
     """In place of values that the user wants to be computed again, what they are computed of."""
-    found = reached(saved, lambda node: node.all_input_nodes if is_again(node) else ())
-    return {node for node in found if not is_again(node)}
+    found = reached(saved, lambda node: node.all_input_nodes if is_recomputed(node) else ())
+    return {node for node in found if not is_recomputed(node)}
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
@@ -131,7 +131,7 @@ def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
         for node in joint.gm.graph.nodes
         if node.op == "call_function"
         and not is_backward(node)
-        and not (draws_random_numbers(node) and is_again(node))
+        and not (draws_random_numbers(node) and is_recomputed(node))
         and (draws_random_numbers(node) or _reads_forbidden(node, memory))
     )
 

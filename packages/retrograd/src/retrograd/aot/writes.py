@@ -31,7 +31,7 @@ def writing_ahead(partition: Partition) -> Partition:
     """`partition`, or another one whose ``written_ahead`` says which inputs `ahead` writes."""
     joint, summary = partition.joint, partition.ahead.summary
     checks = {str(one) for one, how in answers("raises").items() if how == "only"}
-    has_effects = summary.has_effects_beside_random or not checks.isdisjoint(summary.targets)
+    has_effects = summary.has_effects_besides_random or not checks.isdisjoint(summary.targets)
     if partition.backwards or not joint.updates or has_effects:
         return partition  # a call with effects cannot be undone
     gm = copied_module(partition.forward, lazy_graph_module)

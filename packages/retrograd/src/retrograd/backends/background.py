@@ -17,36 +17,36 @@ from retrograd.backends.base import Boxed
 from retrograd.process import ForkSafeLock
 
 #: code, or what went wrong while it was compiled.
-Later = Future[Boxed]
+PendingCode = Future[Boxed]
 
 #: what has begun and was not taken yet; what was taken.
-pending: weakref.WeakSet[Later] = weakref.WeakSet()
-_taken: weakref.WeakSet[Later] = weakref.WeakSet()
+pending: weakref.WeakSet[PendingCode] = weakref.WeakSet()
+_taken: weakref.WeakSet[PendingCode] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
-def begin(compile: Callable[[], Boxed], seconds: float) -> Later:
+def begin(compile: Callable[[], Boxed], seconds: float) -> PendingCode:
     """Compile on another thread, and wait for it for at most `seconds`. What is there in time is taken."""
-    later = _thread().submit(contextvars.copy_context().run, compile)
-    in_time = bool(seconds and wait([later], seconds).done)
+    job = _thread().submit(contextvars.copy_context().run, compile)
+    in_time = bool(seconds and wait([job], seconds).done)
     if in_time:
-        later.result()
+        job.result()
     with _lock:
-        (_taken if in_time else pending).add(later)
-    return later
+        (_taken if in_time else pending).add(job)
+    return job
 
 
-def is_taken(later: Later) -> bool:
+def is_taken(job: PendingCode) -> bool:
     """Whether the code was there in time, or a backward has begun since: it may run."""
-    return later in _taken
+    return job in _taken
 
 
 def take_finished() -> None:
     """A backward begins: what is finished is taken. Within one backward, segments do not change."""
     with _lock:
-        for later in [later for later in pending if later.done()]:
-            pending.remove(later)
-            _taken.add(later)
+        for job in [job for job in pending if job.done()]:
+            pending.remove(job)
+            _taken.add(job)
 
 
 def wait_for_all(timeout: float | None = None) -> bool:

@@ -19,7 +19,7 @@ from retrograd.graph.lazy import LazyGraph
 
 
 @dataclass(frozen=True)
-class Half:
+class GraphKind:
     """What a graph is part of.
 
     Attributes:
@@ -37,7 +37,7 @@ class Half:
 
 
 #: a segment of a live backward.
-SEGMENT = Half()
+SEGMENT = GraphKind()
 
 
 class Answer(Future[str | None]):
@@ -72,14 +72,14 @@ class Backend:
     for_speed: bool = False
     takes_writes: bool = False
 
-    def prepare(self, *, elsewhere: bool = False) -> None:
-        """Graphs may follow soon, `elsewhere` for `begin` too: start what takes time. It is called often."""
+    def prepare(self, *, in_process: bool = False) -> None:
+        """Graphs may follow soon, `in_process` for `begin` too: start what takes time. It is called often."""
 
-    def settings_elsewhere(self) -> Mapping[str, Any] | None:
+    def process_settings(self) -> Mapping[str, Any] | None:
         """What code depends on besides its graph, if other processes can compile; None if they cannot."""
         return None
 
-    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Answer | None:
+    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         """Have another process begin with what `compile` will be asked for; None if nobody does."""
         return None
 
@@ -87,10 +87,10 @@ class Backend:
         """Decompositions to apply while tracing."""
         return {}
 
-    def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
+    def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         """The backend for parts of `graph`: what it chooses by the whole of one, it chooses by that."""
         return self
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         """Compile a traced segment, or half of a captured function."""
         raise NotImplementedError

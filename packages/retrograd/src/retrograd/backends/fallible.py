@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import fx
 
-from retrograd.backends.base import SEGMENT, Backend, Boxed, Half
+from retrograd.backends.base import SEGMENT, Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.engine import versions_of
 from retrograd.graph.fx import has_effect, only_draws, random_devices
@@ -29,7 +29,7 @@ def compile_fallible(
     backend: Backend,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    half: Half = SEGMENT,
+    half: GraphKind = SEGMENT,
     *,
     strict: bool = False,
     is_proven: bool = False,

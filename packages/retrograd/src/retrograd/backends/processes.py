@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.backends.base import Answer, Half
+from retrograd.backends.base import Answer, GraphKind
 from retrograd.backends.inductor import (
     Portable,
     compile_graph,
@@ -65,7 +65,7 @@ MEASURING = (
 )
 
 
-def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]) -> bytes:
+def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: GraphKind, settings: Mapping[str, Any]) -> bytes:
     """All that compiling `gm` needs, as data.
 
     Raises:
@@ -227,7 +227,7 @@ def stop() -> None:
 
 
 def begin(
-    gm: fx.GraphModule, inputs: Sequence[Any], half: Half, settings: Mapping[str, Any]
+    gm: fx.GraphModule, inputs: Sequence[Any], half: GraphKind, settings: Mapping[str, Any]
 ) -> Answer | None:
     """Have a process begin to compile `gm` as soon as one can; None if none will, which the log explains."""
     try:

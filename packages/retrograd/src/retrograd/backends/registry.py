@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from retrograd.backends import processes
-from retrograd.backends.base import SEGMENT, Answer, Backend, Boxed, Half
+from retrograd.backends.base import SEGMENT, Answer, Backend, Boxed, GraphKind
 from retrograd.backends.inductor import (
     chooses_layouts,
     compile_graph,
@@ -38,7 +38,7 @@ class AtenBackend(Backend):
     name = "aten"
     takes_writes = True
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         graph = copied(gm.graph)
         fill_in_place(graph)
         return boxed(lazy_graph_module(gm, graph))
@@ -66,31 +66,31 @@ class InductorBackend(Backend):
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
 
-    def prepare(self, *, elsewhere: bool = False) -> None:
+    def prepare(self, *, in_process: bool = False) -> None:
         get_ready()
-        if elsewhere:
+        if in_process:
             processes.start()
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         with patched(self.settings):
             return decompositions()
 
-    def settings_elsewhere(self) -> Mapping[str, Any] | None:
+    def process_settings(self) -> Mapping[str, Any] | None:
         try:
             return portable_settings() if processes.how_many() else None
         except Exception as error:
             _log.info("no other process compiles the whole: %s", first_line(error))
             return None
 
-    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half) -> Answer | None:
+    def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         return processes.begin(gm, example_inputs, half, self.settings)
 
-    def for_parts_of(self, graph: LazyGraph, half: Half) -> Backend:
+    def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         with patched(self.settings):
             chooses = chooses_layouts(graph, half.is_inference)
         return self if chooses else InductorBackend({**self.settings, "layout_optimization": False})
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         with patched(self.settings):
             return compile_graph(gm, example_inputs, **asdict(half))
 
@@ -109,7 +109,7 @@ class CustomBackend(Backend):
         self.name = name_of(fn)
         self._fn = fn
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: Half = SEGMENT) -> Boxed:
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         expected = [*map(_described, output_examples(gm.graph))]  # before `fn` may change the graph
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):

@@ -28,7 +28,7 @@ from retrograd.runtime.modes import are_modes_plain
 _log = AOT_LOGS["recompiles"]
 
 
-class WholeLater:
+class TierUp:
     """Code in parts, until it is replaced.
 
     Args:

@@ -38,9 +38,9 @@ class AddressHistory:
             changed = self._changed(addresses, self._last[-1]) - self._written - set(given)
             if sum(sizes[i] for i in self.copied | changed) <= self._copyable:
                 self.copied |= changed
-        is_again = any(not self._changed(addresses, before) - set(given) for before in self._last)
+        is_repeated = any(not self._changed(addresses, before) - set(given) for before in self._last)
         self._last.append(addresses)
-        return is_again
+        return is_repeated
 
     def settle(self, given: Collection[int]) -> bool:
         """Copy no longer what a recording has `given`: it will come from there again. What was copied once

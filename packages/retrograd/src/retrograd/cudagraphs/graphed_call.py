@@ -30,7 +30,6 @@ from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.policy import (
-    APART,
     FIRST_REPLAYS,
     MOST_AT_ONCE,
     MOST_INVERSIONS,
@@ -39,6 +38,7 @@ from retrograd.policy import (
     MOST_WAITS,
     MUCH,
     RARE,
+    SEPARATE_POOL_AFTER,
     TRIED,
     WARM_UPS,
 )
@@ -63,14 +63,14 @@ class SharedMemory:
 
     inversions: int = 0
     given_up: int = 0
-    elsewhere: dict[Hashable, torch.device] = field(default_factory=dict)
+    other_devices: dict[Hashable, torch.device] = field(default_factory=dict)
 
-    def put_back(self, inputs: list[Any], results: Mapping[int, Hashable]) -> None:
+    def restore_saved(self, inputs: list[Any], results: Mapping[int, Hashable]) -> None:
         """Move `inputs` of a backward that is not replayed to where it reads them. `results` as in
         `Values`."""
         for place, of in results.items():
-            if of in self.elsewhere:
-                inputs[place] = inputs[place].to(self.elsewhere[of])
+            if of in self.other_devices:
+                inputs[place] = inputs[place].to(self.other_devices[of])
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ class GraphedCall:
 
     def _plainly(self, inputs: list[Any]) -> Sequence[Any]:
         counters["cuda_graph_plain_calls"] += 1
-        self._memory.put_back(inputs, self._results)
+        self._memory.restore_saved(inputs, self._results)
         results = self._fn(inputs)
         for place, name in self._kept.items():
             value = results[place]
             if isinstance(value, torch.Tensor) and value.device != self._device:
-                self._memory.elsewhere[name] = value.device
+                self._memory.other_devices[name] = value.device
         return results
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
@@ -216,11 +216,11 @@ class GraphedCall:
         given = self._given(inputs)
         current = (one for one in self._recordings if one.copied == self._history.copied)
         are_held = any(one.fits(inputs, self._loose) for one in current)
-        is_again = are_held or self._history.note(addresses, sizes, given)
+        is_repeated = are_held or self._history.note(addresses, sizes, given)
         if self._calls < WARM_UPS:
             self._program.grows()
             return None
-        if self._calls == WARM_UPS or not is_again or self._is_to_wait():
+        if self._calls == WARM_UPS or not is_repeated or self._is_to_wait():
             return None
         givers = {i: (given[i], addresses[i]) for i in given.keys() - self._history.copied}
         is_other = bool(givers) and all(one.givers != givers for one in self._recordings)
@@ -259,9 +259,9 @@ class GraphedCall:
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are where only a forward that was run as it is gives them."""
-        elsewhere = self._memory.elsewhere
-        return bool(elsewhere) and any(
-            of in elsewhere and inputs[i].device == elsewhere[of] for i, of in self._results.items()
+        other_devices = self._memory.other_devices
+        return bool(other_devices) and any(
+            of in other_devices and inputs[i].device == other_devices[of] for i, of in self._results.items()
         )
 
     def _may_replay(self, recorded: Recorded, inputs: list[Any]) -> bool:
@@ -296,7 +296,7 @@ class GraphedCall:
             self._made, self._made_at_once = max(0, self._made - 1), max(0, self._made_at_once - 1)
             self._memory.given_up += bool(self._kept)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Give up all recordings: others come in their place."""
         self._give_up([*self._recordings])
 
@@ -337,8 +337,8 @@ class GraphedCall:
             if any(failed <= self._custom for failed in _failed):
                 names = ", ".join(sorted(self._custom))
                 raise Refusal("not-recordable", f"{names} failed to be recorded before")
-            apart = memory if memory.inversions >= APART else None
-            key, into = self._program.pool(self._device, stream, apart, unproven)
+            separate = memory if memory.inversions >= SEPARATE_POOL_AFTER else None
+            key, into = self._program.pool(self._device, stream, separate, unproven)
             donated = into.donatable(inputs, self._results.keys() - copied)
             places = Places(copied, donated, self._kept)
             recorded = Recorded(record, inputs, places, into, self._leaving)

@@ -180,7 +180,7 @@ def graphed(
     return GraphedFunction(code, make, instead, sizes_of(graphs[0]), tell)
 
 
-def calls_apart(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
+def unrecordable_calls(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
     """As `recorded_without`, for what is recorded in this process."""
     return recorded_without(graph, _program.recorder.device_type, has_failed)
 
@@ -205,4 +205,4 @@ _SIZES = refusal(
 
 def tell_report(reason: Reason) -> None:
     """Tell the process's report why something is not recorded."""
-    process_report.noted(reason, warn=reason.code not in (NOT_NOW, HELD))
+    process_report.recorded(reason, warn=reason.code not in (NOT_NOW, HELD))

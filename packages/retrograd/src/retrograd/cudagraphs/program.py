@@ -68,7 +68,7 @@ class Program:
             return
         self.is_untidy, self._tidied = False, self._tidied + 1
         for one in [*self._calls]:
-            one.begin_again()
+            one.restart()
 
     def _lies_out_of_order(self) -> bool:
         """Whether many recordings were made again, and few of late."""

@@ -66,8 +66,8 @@ def recorded_without(
         fails: whether a custom operator of this name is known to fail while it is recorded.
     """
     values = list(values_of([graph]))
-    is_elsewhere = all(value.device.type != device_type for value in values)
-    if is_elsewhere or _takes_numbers(graph) or any(map(is_symbolic, values)):
+    is_on_other_device = all(value.device.type != device_type for value in values)
+    if is_on_other_device or _takes_numbers(graph) or any(map(is_symbolic, values)):
         return {}
     found: dict[fx.Node, Reason] = {}
     numbers: set[fx.Node] = set()
@@ -77,7 +77,7 @@ def recorded_without(
         elif node.op == "call_function":
             if is_collective(node) or is_wait(node):
                 return {}
-            if (reason := _why_apart(node, numbers, device_type, fails)) is not None:
+            if (reason := _why_not_recorded(node, numbers, device_type, fails)) is not None:
                 found[node] = reason
     return found
 
@@ -114,7 +114,7 @@ def _are_sizes_known(graph: fx.Graph) -> bool:
     return frozenset[str]().union(*map(symbols_in, inputs)) <= places_of_symbols(inputs).keys()
 
 
-def _why_apart(
+def _why_not_recorded(
     node: fx.Node, numbers: Collection[fx.Node], device_type: str, fails: Callable[[str], bool]
 ) -> Reason | None:
     others = {
@@ -125,15 +125,15 @@ def _why_apart(
         if value.device.type != device_type
     }
     if others:
-        return _stands_apart("cuda-graphs-device", node, f"it has tensors on {', '.join(sorted(others))}")
+        return _not_recordable("cuda-graphs-device", node, f"it has tensors on {', '.join(sorted(others))}")
     if (text := _of_call(node)) is not None:
-        return _stands_apart("cuda-graphs-operator", node, text)
+        return _not_recordable("cuda-graphs-operator", node, text)
     if is_operator_overload(node.target) and fails(node.target.name()):
-        return _stands_apart("cuda-graphs-failed", node, "it failed to be recorded")
+        return _not_recordable("cuda-graphs-failed", node, "it failed to be recorded")
     return None
 
 
-def _stands_apart(code: str, node: fx.Node, text: str) -> Reason:
+def _not_recordable(code: str, node: fx.Node, text: str) -> Reason:
     name = node.target.name() if is_operator_overload(node.target) else node.name
     return Reason(
         code,

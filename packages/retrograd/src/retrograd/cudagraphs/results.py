@@ -144,17 +144,17 @@ class Results:
         if own >= number:
             return self.is_held()
         held = self._held([i for i in self._open if self._until[i] <= number])
-        return any(self._until[i] < number or self._is_beside(i, given) for i in held)
+        return any(self._until[i] < number or self._is_outside(i, given) for i in held)
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
         """As `Pool.is_shared`."""
         held = self._held([i for i in self._open if i < self._saved and self._until[i] == number])
-        return any(self._is_beside(i, given) for i in held)
+        return any(self._is_outside(i, given) for i in held)
 
     def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
         """Of the storages `given`, those of saved results of which the given holders are all."""
         held = self._held([i for i in self._open if i < self._saved and self._until[i] == NOBODY])
-        return {self._storages[i] for i in held if not self._is_beside(i, given)}
+        return {self._storages[i] for i in held if not self._is_outside(i, given)}
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
         """Own those of the storages no more that are saved, and nothing of what a user got beside what was
@@ -202,7 +202,7 @@ class Results:
     def _find_least(self) -> None:
         self.least = min([self._until[i] for i in self._open], default=NOBODY)
 
-    def _is_beside(self, i: int, given: Mapping[int, int]) -> bool:
+    def _is_outside(self, i: int, given: Mapping[int, int]) -> bool:
         """Whether others hold it than the `given`."""
         return holders([self._storages[i]])[0] != self._at_rest[i] + given.get(self._storages[i], 0)
 

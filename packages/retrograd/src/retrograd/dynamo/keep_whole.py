@@ -39,7 +39,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses import FakeTensor
 
 from retrograd.dynamo.keep_eager import Watch, break_graph, differentiate, keeps_eager, sample
-from retrograd.engine import Reading, methods_of, writes_in_place
+from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
 from retrograd.graph.calls import RefusingAsynchronous
@@ -65,7 +65,7 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
     if not keeps_eager(tx) or not _is_recorded([*args, *kwargs.values()]):
         return original(variable, tx, args, kwargs)
     function = variable.fn_cls
-    reading = Reading.of(function)
+    reading = PurityAnalysis.of(function)
     reason = "a function mode, or a default device, is active" if _is_in_function_mode(tx) else None
     reason = (
         reason
@@ -162,7 +162,7 @@ def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     return storage_of(one) in map(storage_of, others)
 
 
-def _guard(variable: Any, reading: Reading) -> None:
+def _guard(variable: Any, reading: PurityAnalysis) -> None:
     """Have Dynamo trace again when the Function gets other methods, or a name in them another value."""
     for name in ("forward", "backward", "setup_context"):
         if inspect.isfunction(getattr(variable.fn_cls, name)):
@@ -171,7 +171,7 @@ def _guard(variable: Any, reading: Reading) -> None:
         install_guard(Guard(variable.source, functools.partial(_names_hold, reading)))
 
 
-def _names_hold(reading: Reading, builder: Any, guard: Guard) -> None:
+def _names_hold(reading: PurityAnalysis, builder: Any, guard: Guard) -> None:
     parts = [f"what {guard.name} calls"]
     builder.get_guard_manager(guard).add_lambda_guard(
         lambda _: reading.still_holds(), parts, guard.user_stack
@@ -231,12 +231,12 @@ _METHOD = "torch._dynamo.variables.tensor:TensorVariable.call_method"
 @functools.cache
 def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
     """What Dynamo does with functions that it knows. None puts the call into its graph as it is."""
-    known, taken_apart = original(), [getattr(torch, name) for name in functions("taken_apart")]
+    known, decomposed = original(), [getattr(torch, name) for name in functions("taken_apart")]
 
     def whole(fn: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return None if _is_kept(tx, args[2:], kwargs, fn) else known[fn](variable, tx, *args, **kwargs)
 
-    return {**known, **{fn: functools.partial(whole, fn) for fn in taken_apart if fn in known}}
+    return {**known, **{fn: functools.partial(whole, fn) for fn in decomposed if fn in known}}
 
 
 def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ class LeftToPython:
     def switched_off(self) -> None:
         """Note that Dynamo is switched off, so that Python runs all of it."""
         text = f"{self._what} runs eagerly, because Dynamo is switched off"
-        self._report.noted(
+        self._report.recorded(
             Reason("dynamo-disabled", text, "dynamo", way_out="TORCHDYNAMO_DISABLE=0"), warn=False
         )
 

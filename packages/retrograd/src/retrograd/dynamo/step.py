@@ -54,7 +54,7 @@ class StepReport:
     left_to_python: set[str]
     eager: int = 0
     compiled: int = 0
-    aside: Reason | None = None
+    disabled: Reason | None = None
 
     @property
     def calls(self) -> int:
@@ -70,7 +70,7 @@ class StepReport:
     def __str__(self) -> str:
         parts = [f"step {self.name}: {self.compiled} calls compiled, {self.eager} eager"]
         parts += [f"{what}: runs as it is; traced, it would round otherwise" for what in self.left_to_python]
-        parts += [str(self.aside)] if self.aside is not None else []
+        parts += [str(self.disabled)] if self.disabled is not None else []
         return "\n\n".join([*parts, str(self.pieces)])
 
 
@@ -143,7 +143,7 @@ class CompiledStep:
             return run(*args, **kwargs)
         with self._pace.timed(is_compiled, lambda: self._report.compilations):
             result = run(*args, **kwargs)
-        self._report.aside = self._pace.aside
+        self._report.disabled = self._pace.disabled
         return result
 
 

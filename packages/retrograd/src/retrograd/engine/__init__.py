@@ -7,8 +7,8 @@ from retrograd.engine.aot_functions import is_aot_node, tensors_on_context
 from retrograd.engine.by_value import results_by_value
 from retrograd.engine.collection import (
     GATEWAYS,
+    CacheEntry,
     Collected,
-    Kept,
     collect,
     installed_compiler,
     leave_engine_cache_to_stock,
@@ -17,7 +17,7 @@ from retrograd.engine.collection import (
 )
 from retrograd.engine.entering import window
 from retrograd.engine.function_code import (
-    Reading,
+    PurityAnalysis,
     methods_of,
     why_backward_has_effects,
     writes_in_place,
@@ -80,10 +80,10 @@ from retrograd.engine.saved import (
     saves_tensors,
 )
 from retrograd.engine.turns import (
-    InTurns,
+    OrderedLeaves,
     beginning_of,
     last_turn,
-    nodes_beside_regions,
+    nodes_outside_regions,
     steps_in_turns,
     take_turns,
 )

@@ -74,7 +74,7 @@ class Collected:
     packed: list[Any]
 
 
-class Kept:
+class CacheEntry:
     """What the engine keeps of a structure. It never lets go of it, even when its cache is dropped: it leaks
     the tuple that ``end_capture`` returns. So the artifact is taken out by us.
     """
@@ -91,7 +91,7 @@ class Kept:
 
 
 #: of all structures in the engine's cache.
-_kept: list[Kept] = []
+_kept: list[CacheEntry] = []
 
 
 class _Collection(threading.local):
@@ -164,7 +164,9 @@ def collect(
     return collected[0] if collected else None
 
 
-def runtime_wrapper(kept: Kept, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any) -> list[None]:
+def runtime_wrapper(
+    kept: CacheEntry, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any
+) -> list[None]:
     """Called by the engine with what it keeps of a structure, and this backward's lifted values."""
     artifact = kept.artifact
     call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))

@@ -204,7 +204,7 @@ class Window:
         is_locking = self._condition._is_owned()  # type: ignore[attr-defined]
         return Place(self._owner == me, self._in_frame == me, self._entering.get(me), is_locking)
 
-    def put_back(self, before: Place) -> None:
+    def restore_saved(self, before: Place) -> None:
         """This thread does again what it did `before`, whatever an error has kept it from saying."""
         me = threading.get_ident()
         while self.place().is_locking:
@@ -251,7 +251,7 @@ class Window:
 
 
 window = Window()
-restore_after_errors(window.place, window.put_back)
+restore_after_errors(window.place, window.restore_saved)
 os.register_at_fork(
     before=window.before_fork,
     after_in_parent=window.after_fork_in_parent,

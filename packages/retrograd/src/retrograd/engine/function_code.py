@@ -1,6 +1,6 @@
 """Does an ``autograd.Function`` do the same whenever it is given the same? Read from its code.
 
-In: the class. Out: a `Reading`: what its methods do besides computing from their arguments, and the
+In: the class. Out: a `PurityAnalysis`: what its methods do besides computing from their arguments, and the
 functions of the user's that they call by a global name. A method may use its arguments, torch, ``math``,
 harmless builtins, and functions that are so themselves; a backward may change nothing.
 """
@@ -77,7 +77,7 @@ _CODE = (
 
 
 @dataclass
-class Reading:
+class PurityAnalysis:
     """What the code of a Function tells.
 
     Attributes:
@@ -91,7 +91,7 @@ class Reading:
     seen: set[Any] = field(default_factory=set)
 
     @classmethod
-    def of(cls, function: Any) -> Reading:
+    def of(cls, function: Any) -> PurityAnalysis:
         """Read the methods of a Function."""
         reading = cls()
         reading.reason = _why_not_repeatable(function, reading)
@@ -106,7 +106,9 @@ def why_backward_has_effects(function: Any) -> str | None:
     """What the backward of a Function changes that outlives it, besides tensors and its context; None if its
     code tells of nothing."""
     written = _written_backward(function)
-    return next(filter(None, (_Effects(method, Reading(), True).why_not() for method in written)), None)
+    return next(
+        filter(None, (_Effects(method, PurityAnalysis(), True).why_not() for method in written)), None
+    )
 
 
 def writes_in_place(hook: Any, depth: int = 4) -> bool:
@@ -180,7 +182,7 @@ def _unwrapped(method: Any) -> Iterator[types.FunctionType]:
         method = getattr(method, "__wrapped__", None)
 
 
-def _why_not_repeatable(function: Any, reading: Reading) -> str | None:
+def _why_not_repeatable(function: Any, reading: PurityAnalysis) -> str | None:
     for name in _METHODS:
         for method in _unwrapped(getattr(function, name)):
             reason = _Reader(method, reading, is_backward=name == "backward").why_not()
@@ -200,7 +202,7 @@ class _Reader:
 
     _stores = frozenset(_STORES)
 
-    def __init__(self, function: types.FunctionType, reading: Reading, is_backward: bool) -> None:
+    def __init__(self, function: types.FunctionType, reading: PurityAnalysis, is_backward: bool) -> None:
         self._function, self._reading, self._is_backward = function, reading, is_backward
         self._name = function.__name__
         self._cells = closed_over(function)

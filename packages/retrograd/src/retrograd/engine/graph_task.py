@@ -35,7 +35,7 @@ from retrograd.process import restore_after_errors
 from retrograd.runtime.tensor import PLAIN_CLASSES
 
 #: is given a dictionary of hooks, and the tensor that it belongs to, unless that is a node.
-Noted = Callable[[Any, torch.Tensor | None], None]
+OnHook = Callable[[Any, torch.Tensor | None], None]
 
 
 class _Body(threading.local):
@@ -221,12 +221,12 @@ def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
             raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _registering(kind: HookKind, noted: Noted) -> Handler:
+def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
             return handle  # a subclass registers by itself; of a trace, the real tensor has it
-        noted(handle.hooks_dict_ref(), tensor)
+        on_hook(handle.hooks_dict_ref(), tensor)
         if _watched:
             edge = get_gradient_edge(tensor)
             for changes in tuple(_watched):
@@ -236,12 +236,12 @@ def _registering(kind: HookKind, noted: Noted) -> Handler:
     return register
 
 
-def _registering_on_node(noted: Noted) -> Handler:
+def _registering_on_node(on_hook: OnHook) -> Handler:
     def register(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
         if hook is _ASKING:
             raise Escape(hooks)
         hooks, handle = original(hooks, hook)
-        noted(hooks, None)
+        on_hook(hooks, None)
         for changes in tuple(_watched):
             changes._unplaced.append((hooks, hook, handle.id))
         return hooks, handle
@@ -259,12 +259,12 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
     original(handle)
 
 
-def watch_hooks(noted: Noted) -> None:
+def watch_hooks(on_hook: OnHook) -> None:
     """From here on, see the hooks that user code registers or removes while a plan runs, and have each
-    dictionary `noted` that gets a hook, at any time."""
-    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, noted))
-    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, noted))
-    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(noted))
+    dictionary `on_hook` that gets a hook, at any time."""
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, on_hook))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, on_hook))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(on_hook))
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
 
 

@@ -247,9 +247,9 @@ def flag_offset() -> int:
     for flag in (True, False, True, False):
         ctx.materialize_grads = flag
         images.append(ctypes.string_at(id(ctx), torch._C._FunctionBase.__basicsize__))
-    on, off, *again = images
+    on, off, *redone = images
     changed = [i for i, (one, other) in enumerate(zip(on, off, strict=True)) if one != other]
-    if len(changed) != 1 or again != [on, off] or (on[changed[0]], off[changed[0]]) != (1, 0):
+    if len(changed) != 1 or redone != [on, off] or (on[changed[0]], off[changed[0]]) != (1, 0):
         raise LookupError(f"torch {torch.__version__} keeps materialize_grads in a way that is not known")
     return changed[0]
 

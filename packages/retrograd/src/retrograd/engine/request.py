@@ -164,14 +164,14 @@ def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> s
     """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]``
     torch makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
     ``aten/src/ATen/TensorIndexing.h``."""
-    beside: dict[Any, set[str]] = {}
+    neighbours: dict[Any, set[str]] = {}
     roots = {node for node, _ in edges}
     for above in nodes_below(((node, 0) for node in roots), ends):
         for node, _ in () if above in ends else above.next_functions:
-            beside.setdefault(node, set()).add(above.name())
+            neighbours.setdefault(node, set()).add(above.name())
             if above in roots and node is not None:
-                beside.setdefault(above, set()).add("" if _is_idle(node) else node.name())
-    return {n for n, names in beside.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
+                neighbours.setdefault(above, set()).add("" if _is_idle(node) else node.name())
+    return {n for n, names in neighbours.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
 
 
 def _is_idle(node: Any) -> bool:

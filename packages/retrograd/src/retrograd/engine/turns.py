@@ -6,9 +6,9 @@ leaves' nodes (``AccumulateGrad``) in that order.
 The engine runs what is ready by sequence number. All leaves have the largest one, so those that become ready
 together leave its heap in no order of theirs. For as long as they are in the heap, their nodes get numbers
 below that, one for each turn; all other nodes' are far below. The last leaf waits behind a node of ours,
-`LastTurn`, which the engine runs after the other leaves, and which takes the numbers back. A leaf that waits
-for another gradient then has the largest number again when that comes. What `LastTurn` could not take back is
-taken back at the end of the backward.
+`LastOrderedLeaf`, which the engine runs after the other leaves, and which takes the numbers back. A leaf that
+waits for another gradient then has the largest number again when that comes. What `LastOrderedLeaf` could not
+take back is taken back at the end of the backward.
 
 A leaf's node belongs to all graphs that reach it. Where two threads differentiate through the same leaves at
 the same time, hooks of leaves may run in another order on one of them.
@@ -29,12 +29,12 @@ from retrograd.engine.request import EngineRequest, edge_of, leaf_of, nodes_belo
 from retrograd.graph.eager_order import ACCUMULATES
 
 
-class InTurns(torch.autograd.Function):
+class OrderedLeaves(torch.autograd.Function):
     """A Function whose context names, in ``turns``, those of its edges that lead to leaves and have an order.
     The last of them leads to a leaf through `last_turn`."""
 
 
-class LastTurn(torch.autograd.Function):
+class LastOrderedLeaf(torch.autograd.Function):
     """Hands a gradient on as it is, after the other leaves have had their turns."""
 
     @staticmethod
@@ -51,13 +51,15 @@ class LastTurn(torch.autograd.Function):
         return grad
 
 
-#: given a leaf, returns what leads to it through `LastTurn`.
-last_turn = entry_of(LastTurn)
+#: given a leaf, returns what leads to it through `LastOrderedLeaf`.
+last_turn = entry_of(LastOrderedLeaf)
 
 
 class _WhenAllIsOver:
-    """Takes numbers back at the end of a graph task, which holds it, if no `LastTurn` has: it was not asked
-    for, or a hook has raised. What `LastTurn` has taken back is no longer in the list that both hold."""
+    """Takes numbers back at the end of a graph task, which holds it, if no `LastOrderedLeaf` has: it was not
+    asked
+    for, or a hook has raised. What `LastOrderedLeaf` has taken back is no longer in the list that both
+    hold."""
 
     def __init__(self, leaves: list[Any]) -> None:
         self._leaves = leaves
@@ -89,13 +91,14 @@ def take_turns(ctx: Any) -> None:
 
 
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
-    """The edges that `node` serves one step after the other, if it is the node of an `InTurns` with turns;
+    """The edges that `node` serves one step after the other, if it is the node of an `OrderedLeaves` with
+    turns;
     else nothing."""
     if not (turns := _turns_of(node)):
         return ()
-    _, *later = turns
-    at_once = {*range(len(node.next_functions))}.difference(later)
-    return (tuple(sorted(at_once)), *((edge,) for edge in later))
+    _, *following = turns
+    at_once = {*range(len(node.next_functions))}.difference(following)
+    return (tuple(sorted(at_once)), *((edge,) for edge in following))
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], Hashable]:
@@ -113,17 +116,19 @@ def _names(nodes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(["" if node is None else node.name() for node in nodes])
 
 
-def nodes_beside_regions(request: EngineRequest) -> int | None:
+def nodes_outside_regions(request: EngineRequest) -> int | None:
     """How many nodes `request` has besides those of functions that we compiled, their barriers and leaves;
     None if it has no such function."""
     nodes = [node for node in nodes_below(map(edge_of, request.tensors)) if leaf_of(node) is None]
-    if not any(_is_a(node, InTurns) for node in nodes):
+    if not any(_is_a(node, OrderedLeaves) for node in nodes):
         return None
-    return sum(not _is_a(node, InTurns, LastTurn) and node.name() != "AliasBackward0" for node in nodes)
+    return sum(
+        not _is_a(node, OrderedLeaves, LastOrderedLeaf) and node.name() != "AliasBackward0" for node in nodes
+    )
 
 
 def _turns_of(node: Any) -> tuple[int, ...]:
-    return node.turns if _is_a(node, InTurns) else ()
+    return node.turns if _is_a(node, OrderedLeaves) else ()
 
 
 def _is_a(node: Any, *functions: type) -> bool:

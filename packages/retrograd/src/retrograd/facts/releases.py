@@ -30,7 +30,7 @@ def checkpoint_options(*args: Any, **kwargs: Any) -> tuple[Any, bool]:
     return context_fn, bool(repeats)
 
 
-def drawing_again(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def redrawing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments of a call of `CHECKPOINT`, with ``preserve_rng_state``."""
     if CHECKPOINT.endswith("_impl"):
         return args, {**kwargs, "preserve_rng_state": True}

@@ -60,8 +60,8 @@ def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
     """Have everybody read `equal`, which gives the same value as `node`."""
     node.replace_all_uses_with(equal)
     for key in (SAVED_FOR, KEPT_FOR):
-        if noted := node.meta.get(key):
-            equal.meta[key] = (*equal.meta.get(key, ()), *noted)
+        if meta_notes := node.meta.get(key):
+            equal.meta[key] = (*equal.meta.get(key, ()), *meta_notes)
 
 
 def schema_of(target: Any) -> Any:
@@ -101,17 +101,17 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
         both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
         state = graph.call_function(getitem, (both, 0))
         value = graph.call_function(getitem, (both, 1))
-        again = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
-    for made in (both, value, again):
+        redrawn = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
+    for made in (both, value, redrawn):
         made.meta = dict(node.meta)
-    value.name, again.name = f"{node.name}_drawn", f"{node.name}_again"
+    value.name, redrawn.name = f"{node.name}_drawn", f"{node.name}_again"
     state.meta["val"] = _fake_state(node)
     node.replace_all_uses_with(value)
     graph.erase_node(node)
-    return state, value, again
+    return state, value, redrawn
 
 
-def draws_again(graph: fx.Graph) -> bool:
+def redraws(graph: fx.Graph) -> bool:
     """Whether numbers are drawn in it from a state that was kept."""
     return any(node.target is run_with_rng_state for node in graph.nodes)
 

@@ -123,7 +123,7 @@ class CaptureOptions:
 
     single_region: bool = False
     split_at_leaf_grads: bool = False
-    sums_apart: bool = False
+    separate_sums: bool = False
     layouts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     autocast: tuple[Any, ...] = ()
 
@@ -215,11 +215,11 @@ class ForwardValue:
     """A value that the forward half computes.
 
     Attributes:
-        wrapping: how a wrapper subclass is built of the graph's outputs (a ``runtime.subclass.Layout``).
-        boundary: where its cotangent goes in; None if it is not differentiable.
-        is_visible: whether the user gets it; else it stands for a hidden boundary.
-        requires_grad: whether it is a new leaf that requires grad.
-        version: how often eager would have changed it in place, as its version counter says.
+        wrapping: how a wrapper subclass is built of the graph's outputs (a
+        ``runtime.subclass.SubclassSpec``). boundary: where its cotangent goes in; None if it is not
+        differentiable. is_visible: whether the user gets it; else it stands for a hidden boundary.
+        requires_grad: whether it is a new leaf that requires grad. version: how often eager would have
+        changed it in place, as its version counter says.
     """
 
     wrapping: Any

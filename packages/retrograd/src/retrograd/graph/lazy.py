@@ -36,7 +36,7 @@ class Summary:
     targets: frozenset[str]
     random_devices: tuple[Any, ...]
     has_effects: bool
-    has_effects_beside_random: bool
+    has_effects_besides_random: bool
 
 
 class LazyGraph:

@@ -23,7 +23,7 @@ from retrograd.engine import (
     beginning_of,
     is_small,
     names_of_nodes,
-    nodes_beside_regions,
+    nodes_outside_regions,
     plans_under_way,
     run_in_graph_task,
     run_stock,
@@ -91,20 +91,20 @@ class Session:
     def run(self, asked: EngineRequest) -> Grads:
         """Run one backward."""
         if asked.create_graph:
-            self._report.noted(_DIFFERENTIABLE, warn=False)
+            self._report.recorded(_DIFFERENTIABLE, warn=False)
             return run_stock(asked)
         if plans_under_way() and not self.config.strict and is_small(asked):
-            self._report.noted(_SMALL_NESTED, warn=False)
+            self._report.recorded(_SMALL_NESTED, warn=False)
             return run_stock(asked)
         pace = self._pace_of(asked)
         if pace is None:
             return self._run(asked)
         is_compiled = pace.is_worth_compiling()
-        if pace.aside is _COMPILED_ALREADY:
-            self._report.noted(_COMPILED_ALREADY, warn=False)
+        if pace.disabled is _COMPILED_ALREADY:
+            self._report.recorded(_COMPILED_ALREADY, warn=False)
             return run_stock(asked)
-        if pace.aside is not None:
-            return self._fall_back(asked, pace.aside)
+        if pace.disabled is not None:
+            return self._fall_back(asked, pace.disabled)
         with pace.timed(is_compiled, _compilations):
             return self._run(asked) if is_compiled else run_stock(asked)
 
@@ -117,9 +117,9 @@ class Session:
         pace = self._paces.get(names)
         if pace is None and len(self._paces) < KEPT_PACES:
             pace = self._paces[names] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
-            beside = nodes_beside_regions(asked)
-            if beside is not None and beside <= TOO_FEW:
-                pace.aside = _COMPILED_ALREADY
+            outside = nodes_outside_regions(asked)
+            if outside is not None and outside <= TOO_FEW:
+                pace.disabled = _COMPILED_ALREADY
         return pace
 
     def _run(self, asked: EngineRequest) -> Grads:
@@ -215,7 +215,7 @@ class Session:
 
     def leave_to_transform(self) -> None:
         """``torch.func`` differentiates tensors of its own by a backward that is part of the transform."""
-        self._report.noted(_TRANSFORM, warn=False)
+        self._report.recorded(_TRANSFORM, warn=False)
 
     def note(self, reason: Reason) -> None:
         """A backward has run on the stock engine."""

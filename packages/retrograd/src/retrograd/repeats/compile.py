@@ -106,10 +106,10 @@ def divide(
 
 
 def divide_at(
-    gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, apart: Collection[fx.Node]
+    gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, separate: Collection[fx.Node]
 ) -> Division:
-    """`gm` cut before and behind each of the calls `apart`; else as `divide`."""
-    return _division(gm, inputs, visible, cut_at(gm.graph, visible, apart))
+    """`gm` cut before and behind each of the calls `separate`; else as `divide`."""
+    return _division(gm, inputs, visible, cut_at(gm.graph, visible, separate))
 
 
 def _division(

@@ -148,8 +148,8 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
     return parts if len({part.key for part in parts}) < len(parts) else []
 
 
-def cut_at(graph: fx.Graph, visible: int | None, apart: Collection[fx.Node]) -> list[Outline]:
-    """The parts of `graph`, in order, if it is cut before and behind each of the calls `apart`; none if it
+def cut_at(graph: fx.Graph, visible: int | None, separate: Collection[fx.Node]) -> list[Outline]:
+    """The parts of `graph`, in order, if it is cut before and behind each of the calls `separate`; none if it
     cannot be divided."""
     if not _can_be_divided(graph):
         return []
@@ -160,7 +160,7 @@ def cut_at(graph: fx.Graph, visible: int | None, apart: Collection[fx.Node]) -> 
         # What takes one of several results stands behind the call: nothing but tensors can cross.
         makes = [user for user in node.users if user.target is operator.getitem]
         for one in (node, *makes):
-            calls.setdefault(one, node in apart)
+            calls.setdefault(one, node in separate)
     known = {node: tokenised(node) for node in calls}
     runs = [list(group) for _, group in itertools.groupby(calls, key=calls.__getitem__)]
     return outlines(runs, known, _results(graph, visible))

@@ -264,7 +264,7 @@ class SideStreams:
             streams[stream.device_index, stream.cuda_stream] = stream
             self.any = True
 
-    def apart(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
+    def separate(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
         """The current stream of each device, with each other one that it has to be put in order with."""
         seen = {**self._seen, **self._external}
         for device in {device for device, _ in seen}:
@@ -301,10 +301,10 @@ def _between(before: Callable[[], None], after: Callable[[], None]) -> Iterator[
 
 
 def _join() -> None:
-    for current, other in side_streams.apart():
+    for current, other in side_streams.separate():
         current.wait_stream(other)
 
 
 def _part() -> None:
-    for current, other in side_streams.apart():
+    for current, other in side_streams.separate():
         other.wait_stream(current)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
 from retrograd.facts.patches import hidden_from_dynamo
 from retrograd.graph.fx import real_tensors
-from retrograd.process import ForkSafeLock, put_back, restore_after_errors
+from retrograd.process import ForkSafeLock, restore_after_errors, restore_saved
 from retrograd.runtime.cuda import side_streams, user_code_in_order
 
 P = ParamSpec("P")
@@ -243,7 +243,7 @@ def _switch_back(before: tuple[Any, ...]) -> None:
 
 
 restore_after_errors(_switches, _switch_back)
-hidden_from_dynamo(put_back)  # an error may have left Dynamo switched on
+hidden_from_dynamo(restore_saved)  # an error may have left Dynamo switched on
 
 
 class ModesKept:

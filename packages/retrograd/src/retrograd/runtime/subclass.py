@@ -1,7 +1,7 @@
 """Tensor subclasses that wrap other tensors (the ``__tensor_flatten__`` protocol): taken apart, put together.
 
-In: values, some of them wrapper subclasses. Out: a `Layout`: class, metadata and inner values, frozen in
-time, to be compared with another value, and from which an equal one can be built of other inner tensors.
+In: values, some of them wrapper subclasses. Out: a `SubclassSpec`: class, metadata and inner values, frozen
+in time, to be compared with another value, and from which an equal one can be built of other inner tensors.
 
 In: the values of a segment. Out: a `SubclassBorder`, which flattens arguments (if they still fit), wraps the
 segment so that it can be traced on flat values, and rebuilds its outputs. Below the border there are only
@@ -208,12 +208,12 @@ class Wrapper:
         return sum(part.count for _, part in self.parts)
 
 
-Layout = Plain | Wrapper
+SubclassSpec = Plain | Wrapper
 PLAIN = Plain()
 
 
 def wrapper_layout(
-    value: Any, part_of: Callable[[Any], Layout], requires_grad: bool | None, geometry: Any = None
+    value: Any, part_of: Callable[[Any], SubclassSpec], requires_grad: bool | None, geometry: Any = None
 ) -> Wrapper:
     """The layout of a subclass tensor.
 
@@ -238,7 +238,7 @@ def wrapper_layout(
     return Wrapper(type(value), metadata, requires_grad, parts, numbers)
 
 
-def layout_of(value: Any) -> Layout:
+def layout_of(value: Any) -> SubclassSpec:
     """How `value` is made up, whether or not it requires grad and whatever attributes it has. Symbolic sizes
     of a subclass tensor become fixed: no graph gives the numbers of which another one is built.
 
@@ -252,14 +252,14 @@ def layout_of(value: Any) -> Layout:
     return replace(layout, metadata=replace(metadata, context=without_symbols(metadata.context)))
 
 
-def parts_of(value: Any, layout: Layout | Constant) -> list[Any]:
+def parts_of(value: Any, layout: SubclassSpec | Constant) -> list[Any]:
     """The plain tensors inside `value`."""
     if isinstance(layout, Wrapper):
         return [inner for name, part in layout.parts for inner in parts_of(getattr(value, name), part)]
     return [value] * layout.count
 
 
-def taken(layout: Layout | Constant, value: Any, flat: list[Any]) -> bool:
+def taken(layout: SubclassSpec | Constant, value: Any, flat: list[Any]) -> bool:
     """Put the flat values of `value` into `flat`, if it has this layout."""
     if isinstance(layout, Constant):
         return not isinstance(value, torch.Tensor) and bool(value is layout.value or value == layout.value)
@@ -282,12 +282,12 @@ def taken(layout: Layout | Constant, value: Any, flat: list[Any]) -> bool:
     return True
 
 
-def fits(layout: Layout, value: Any) -> bool:
+def fits(layout: SubclassSpec, value: Any) -> bool:
     """Whether a value is made up like this; its strides may differ."""
     return taken(layout, value, [])
 
 
-def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
+def built(layout: SubclassSpec | Constant, flat: Iterator[Any]) -> Any:
     """Put a value together of the next flat values."""
     if isinstance(layout, Constant):
         return layout.value
@@ -305,7 +305,7 @@ def built(layout: Layout | Constant, flat: Iterator[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Same:
+class _ByIdentity:
     """The very object at another place: an argument (of the segment) or an output before it."""
 
     place: int
@@ -326,17 +326,17 @@ class SubclassBorder:
         seen: dict[int, int] = {}
         first = [seen.setdefault(id(value), i) if is_wrapper(value) else i for i, value in enumerate(args)]
         self._arguments = tuple(
-            _argument(value) if first[i] == i else _Same(first[i], True) for i, value in enumerate(args)
+            _argument(value) if first[i] == i else _ByIdentity(first[i], True) for i, value in enumerate(args)
         )
         kinds = (is_number for layout in self._arguments for is_number in _are_numbers(layout))
         self.numbers = frozenset(i for i, is_number in enumerate(kinds) if is_number)
-        self._outputs: tuple[Layout | _Same, ...] = ()
+        self._outputs: tuple[SubclassSpec | _ByIdentity, ...] = ()
 
     def enter(self, args: Sequence[Any]) -> list[Any] | None:
         """The flat values of `args`; None if a subclass is not what it was."""
         flat: list[Any] = []
         for i, (layout, value) in enumerate(zip(self._arguments, args, strict=True)):
-            if isinstance(layout, _Same):
+            if isinstance(layout, _ByIdentity):
                 if value is not args[layout.place]:
                     return None
             elif (isinstance(layout, Wrapper) and any(args[j] is value for j in range(i))) or not taken(
@@ -352,7 +352,7 @@ class SubclassBorder:
             values = iter(flat)
             args: list[Any] = []
             for layout in self._arguments:
-                args.append(args[layout.place] if isinstance(layout, _Same) else built(layout, values))
+                args.append(args[layout.place] if isinstance(layout, _ByIdentity) else built(layout, values))
             inputs = {id(value): i for i, value in enumerate(args) if is_wrapper(value)}
             kept = list(args)  # the segment empties its arguments; `inputs` has their ids
             results = run(args)
@@ -363,13 +363,13 @@ class SubclassBorder:
 
     def _note_outputs(self, results: Sequence[Any], inputs: dict[int, int]) -> list[Any]:
         flat: list[Any] = []
-        outputs: list[Layout | _Same] = []
+        outputs: list[SubclassSpec | _ByIdentity] = []
         places: dict[int, int] = {}
         for i, result in enumerate(results):
             if id(result) in inputs:
-                outputs.append(_Same(inputs[id(result)], True))
+                outputs.append(_ByIdentity(inputs[id(result)], True))
             elif id(result) in places:
-                outputs.append(_Same(places[id(result)], False))
+                outputs.append(_ByIdentity(places[id(result)], False))
             else:
                 if is_wrapper(result):
                     places[id(result)] = i
@@ -382,7 +382,7 @@ class SubclassBorder:
         return {
             layout.place: args[layout.place]
             for layout in self._outputs
-            if isinstance(layout, _Same) and layout.is_argument
+            if isinstance(layout, _ByIdentity) and layout.is_argument
         }
 
     def exit(self, flat: Sequence[Any], passed: dict[int, Any]) -> list[Any]:
@@ -390,7 +390,7 @@ class SubclassBorder:
         values = iter(flat)
         outputs: list[Any] = []
         for layout in self._outputs:
-            if isinstance(layout, _Same):
+            if isinstance(layout, _ByIdentity):
                 outputs.append(passed[layout.place] if layout.is_argument else outputs[layout.place])
             else:
                 outputs.append(built(layout, values))
@@ -401,7 +401,7 @@ class SubclassBorder:
         return f"{len(names)} subclass tensors ({', '.join(dict.fromkeys(names))}): class, metadata"
 
 
-def _argument(value: Any) -> Layout:
+def _argument(value: Any) -> SubclassSpec:
     """The layout of an argument, all of whose numbers are flat values; later changes to what its class
     restores are noticed."""
     if not is_wrapper(value):
@@ -410,7 +410,7 @@ def _argument(value: Any) -> Layout:
     return replace(layout, metadata=layout.metadata.guarded(value))
 
 
-def _are_numbers(layout: Layout | Constant | _Same) -> Iterator[bool]:
+def _are_numbers(layout: SubclassSpec | Constant | _ByIdentity) -> Iterator[bool]:
     """For each flat value of a layout, whether it is a number of its geometry."""
     if isinstance(layout, Plain):
         yield False
@@ -420,7 +420,7 @@ def _are_numbers(layout: Layout | Constant | _Same) -> Iterator[bool]:
         yield from (True for number in layout.geometry if number is None)
 
 
-def _result(value: Any, flat: list[Any]) -> Layout:
+def _result(value: Any, flat: list[Any]) -> SubclassSpec:
     """The layout of an output, or of a tensor in it, while it is traced; its flat values go to `flat`."""
     if not is_wrapper(value):
         if isinstance(value, torch.Tensor) and type(value) not in TRACED:

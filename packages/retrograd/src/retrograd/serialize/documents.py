@@ -205,7 +205,7 @@ class Reader:
                 root.add_module(name, self.graph(value["graph"]))
             else:
                 root.register_buffer(name, self.tensors[value["tensor"]])
-        for kind, name, target, args, kwargs, noted, *example in written["nodes"]:
+        for kind, name, target, args, kwargs, notes, *example in written["nodes"]:
             read = tuple(map(self.read, args)), {key: self.read(value) for key, value in kwargs.items()}
             if not all(map(str.isidentifier, (name, *kwargs))):  # code is written of them
                 raise ValueError(f"{name!r} is no name of a node, or an argument has none")
@@ -223,7 +223,7 @@ class Reader:
                 raise ValueError(f"a {kind} of {target}, which is unknown")
             node = self._nodes[name] = graph.create_node(kind, called, *read, name)
             node.name = name
-            node.meta.update(self._notes[noted])
+            node.meta.update(self._notes[notes])
             if kind == "call_function":
                 node.meta["original_aten"] = called  # by which Inductor names kernels
             if example:

@@ -29,7 +29,7 @@ class Code(Protocol):
     def __call__(self, leaves: Sequence[Any], /) -> Any:
         """The result for flat inputs."""
 
-    def why_aside(self) -> Reason | None:
+    def why_disabled(self) -> Reason | None:
         """Why calls had better run eagerly from now on; None if they had not."""
 
 
@@ -99,8 +99,8 @@ class Specialized:
                     return outcome()
                 eagerly = outcome
         run = variant.run
-        if run is not None and not self._config.strict and (aside := run.why_aside()) is not None:
-            run, variant.run, variant.reason = None, None, aside
+        if run is not None and not self._config.strict and (disabled := run.why_disabled()) is not None:
+            run, variant.run, variant.reason = None, None, disabled
         if run is None:
             assert variant.reason is not None
             return self.run_eagerly(variant.reason, eagerly)

@@ -108,10 +108,10 @@ def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
 
 #: groups of places that share memory, each with the offsets of its members, and which of them are views of
 #: one tensor, or are it.
-Layout = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], ...]
+AliasLayout = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], ...]
 
 
-def memory_layout(values: Sequence[Any]) -> Layout:
+def memory_layout(values: Sequence[Any]) -> AliasLayout:
     """Which of the tensors among `values` share memory, where each of these begins in it, and their base."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
     groups = {keys: [tensors[i] for i in keys] for keys in groups_sharing_memory(tensors)}

@@ -32,7 +32,7 @@ class Pace:
 
     def __init__(self, name: str, stage: str, short: float = SHORT) -> None:
         self._name, self._stage, self._short = name, stage, short
-        self.aside: Reason | None = None
+        self.disabled: Reason | None = None
         self._samples: dict[bool, list[float]] = {True: [], False: []}
         self._compilations = -1
         self._calm = 0
@@ -40,7 +40,7 @@ class Pace:
 
     def is_worth_compiling(self) -> bool:
         """Whether the next call runs compiled."""
-        if self.aside is not None:
+        if self.disabled is not None:
             return False
         measures = not self._is_decided and self._calm > STEADY
         return not (measures and len(self._samples[False]) < len(self._samples[True]))
@@ -83,7 +83,7 @@ class Pace:
         self._is_decided = True
         if is_slower:
             medians = [statistics.median(samples) * 1e3 for samples in (compiled, eager)]
-            self.aside = Reason(
+            self.disabled = Reason(
                 "slower-than-eager",
                 f"{self._name} takes {medians[0]:.2f} ms compiled and {medians[1]:.2f} ms eager",
                 self._stage,

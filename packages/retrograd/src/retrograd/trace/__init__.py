@@ -38,7 +38,7 @@ from retrograd.trace.fakes import (
 )
 from retrograd.trace.first_run import Abandoned, FirstRun
 from retrograd.trace.functional import (
-    FreeTensors,
+    ClosureTensors,
     any_changed,
     changes_of,
     functional_mode,
@@ -56,8 +56,8 @@ from retrograd.trace.graph_tracer import (
     decomposed,
     is_tracing_here,
     make_graph,
-    noted,
     python_forms,
+    recorded,
     trace,
 )
 from retrograd.trace.input_guards import InputGuard, changed_sizes

@@ -188,7 +188,7 @@ class FirstRun:
         finally:
             self.is_computing = before
 
-    def trace_again(self, stand_ins: Sequence[Any]) -> Any:
+    def retrace(self, stand_ins: Sequence[Any]) -> Any:
         """Make the same calls in another trace, without the function's Python; what the function returned.
 
         Args:
@@ -210,8 +210,8 @@ class FirstRun:
         return _mapped(lambda leaf: now.get(_key(leaf), leaf), result)
 
     @property
-    def can_be_traced_again(self) -> bool:
-        """Whether `trace_again` knows all calls, and nothing symbolic, which is another in each trace."""
+    def can_be_retraced(self) -> bool:
+        """Whether `retrace` knows all calls, and nothing symbolic, which is another in each trace."""
         leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.results))
         is_symbolic = any(isinstance(leaf, (*SYMBOLIC, slice, torch.Size)) for leaf in leaves)
         return self.has_ended and self.why_not is None and not is_symbolic

@@ -36,7 +36,7 @@ from retrograd.graph.fx import is_operator_overload, schema_of
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import without_symbols
 from retrograd.runtime.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
-from retrograd.trace.graph_tracer import noted
+from retrograd.trace.graph_tracer import recorded
 from retrograd.trace.undeclared_writes import declaring_its_writes
 
 
@@ -72,7 +72,7 @@ def functional_mode(
             return args[0]
         if (instead := declaring_its_writes(func, args)) is not None:
             return run(instead.operator, types, instead.args, {})[: instead.results]
-        with noted(fills_by=func) if fact("fills", func) else nullcontext():
+        with recorded(fills_by=func) if fact("fills", func) else nullcontext():
             result = run(func, types, args, kwargs)
         torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
@@ -280,7 +280,7 @@ _DETACH = torch.Tensor.detach_
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class FreeTensors(TorchFunctionMode):
+class ClosureTensors(TorchFunctionMode):
     """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
     exponent is replaced by its value, which becomes a guard.
 
@@ -415,8 +415,8 @@ def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
         if user.target is not operator.getitem or not isinstance(place, int):
             continue
         if place == 0:
-            for later in list(user.users):
-                later.replace_input_with(user, node.args[0])  # type: ignore[arg-type]
+            for reader in list(user.users):
+                reader.replace_input_with(user, node.args[0])  # type: ignore[arg-type]
         elif several:
             user.args = (call, place - 1)
             continue

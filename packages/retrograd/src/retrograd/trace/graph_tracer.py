@@ -260,12 +260,12 @@ def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> f
     return graph
 
 
-def noted(**note: Any) -> AbstractContextManager[None]:
+def recorded(**note: Any) -> AbstractContextManager[None]:
     """What is traced inside, on this thread, carries these entries in its metadata."""
     return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
 
 
-def noted_here() -> Mapping[str, Any]:
+def current_notes() -> Mapping[str, Any]:
     """The entries that nodes carry which are traced now."""
     return _current.tracer.note if _current.tracer is not None else {}
 

@@ -30,10 +30,10 @@ from torch.utils.checkpoint import (
 
 from retrograd.errors import Refusal, not_representable
 from retrograd.facts.patches import handled_here
-from retrograd.facts.releases import CHECKPOINT, checkpoint_options, drawing_again, policy_context
+from retrograd.facts.releases import CHECKPOINT, checkpoint_options, policy_context, redrawing
 from retrograd.trace.first_run import FirstRun
 from retrograd.trace.functional import any_changed, mutations_of
-from retrograd.trace.graph_tracer import draws_so_far, noted, noted_here
+from retrograd.trace.graph_tracer import current_notes, draws_so_far, recorded
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ def draws_repeated() -> AbstractContextManager[None]:
     that to Inductor. Those that draw others are in no graph: `keep_whole` breaks it there."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        given, named = drawing_again(args, kwargs)
+        given, named = redrawing(args, kwargs)
         return original(*given, **named)
 
     return handled_here(CHECKPOINT, run)
@@ -184,7 +184,7 @@ class Marking(TorchDispatchMode):
         policy = self._policy(policy_context(result), func, *args, **kwargs)
         if isinstance(policy, bool):
             policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-        if "recompute" not in noted_here():  # a mark that the graph had already
+        if "recompute" not in current_notes():  # a mark that the graph had already
             for node in made:  # of nested checkpoints, the innermost comes last
                 if node.op == "call_function":
                     node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
@@ -236,7 +236,7 @@ class _Interpreter(fx.Interpreter):
         self.dual_levels: list[int] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        with noted(**{key: n.meta[key] for key in HANDED_ON if key in n.meta}):
+        with recorded(**{key: n.meta[key] for key in HANDED_ON if key in n.meta}):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
         return result
     if isinstance(layout, list) or (layout == "half" and any(map(_is_half_and_expanded, args))):
         operands = args if layout == "half" else [args[number] for number in layout]
-        return _laid_out_together(result, [one for one in operands if isinstance(one, torch.Tensor)])
+        return _common_layout(result, [one for one in operands if isinstance(one, torch.Tensor)])
     if isinstance(layout, int):
         layout = _common_format(result, args[layout])
     if layout in ("contiguous", torch.contiguous_format):
@@ -81,7 +81,7 @@ def _is_half_and_expanded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _HALF and has_overlaps(value)
 
 
-def _laid_out_together(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def _common_layout(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """`result` with its dimensions in the order in which those of `operands` lie, the first foremost."""
     with torch._C._DisableTorchDispatch():
         *metas, given = (

@@ -20,7 +20,7 @@ from retrograd.graph.calls import around_collecting, collecting_refused
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import is_wrapper
 from retrograd.trace.first_run import SYMBOLIC, Abandoned, FirstRun
-from retrograd.trace.functional import FreeTensors
+from retrograd.trace.functional import ClosureTensors
 
 #: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
 #: have not.
@@ -30,12 +30,12 @@ _UNGUARDED = {getattr(torch.Tensor, name).__get__: name for name in _STATE}
 _LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
 
 
-class Watched(FreeTensors):
-    """While open, each call of torch is traced; what `FreeTensors` says holds. What cannot be traced runs
+class Watched(ClosureTensors):
+    """While open, each call of torch is traced; what `ClosureTensors` says holds. What cannot be traced runs
     eagerly, and so does all that comes after it.
 
     Args:
-        lift: as in `FreeTensors`.
+        lift: as in `ClosureTensors`.
         first: the run of the function's Python; None: an error of the trace abandons it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Watched(FreeTensors):
         self._first.go_on_eagerly(error)
 
     def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
-        """As in `FreeTensors`."""
+        """As in `ClosureTensors`."""
         first = self._first
         if first is not None and first.is_eager:
             return original(tuple(map(first.real, args)))
@@ -93,7 +93,7 @@ class Watched(FreeTensors):
         return super().given_to_function(original, args)
 
     def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
-        """As in `FreeTensors`."""
+        """As in `ClosureTensors`."""
         if self._first is None or not self._first.is_eager:
             self.stop(collecting_refused())
         return original(*args)

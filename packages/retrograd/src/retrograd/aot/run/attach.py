@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from retrograd.aot.run.frame import Finish, Layout, picker
+from retrograd.aot.run.frame import Epilogue, FrameLayout, picker
 from retrograd.aot.run.region import RegionCode
-from retrograd.engine import InTurns, entry_of, last_turn, take_turns
+from retrograd.engine import OrderedLeaves, entry_of, last_turn, take_turns
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
@@ -30,8 +30,9 @@ from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 FEWEST_TURNS = 6
 
 
-class RegionNode(InTurns):
-    """One node for one region. Its context keeps, besides the saved tensors, ``again`` (what is needed to run
+class RegionNode(OrderedLeaves):
+    """One node for one region. Its context keeps, besides the saved tensors, ``replay_record`` (what is
+    needed to run
     the region as eager would), which is released with them; and ``numbers``, which is not: saved values that
     are not tensors, and all of them where eager's nodes free nothing."""
 
@@ -41,13 +42,13 @@ class RegionNode(InTurns):
         backward: Callable[..., Sequence[Any]],
         saved: tuple[torch.Tensor, ...],
         numbers: tuple[Any, ...],
-        again: Any,
+        replay_record: Any,
         values: tuple[torch.Tensor, ...],
         turns: tuple[int, ...],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Save, and hand out the values."""
-        ctx.run, ctx.numbers, ctx.again, ctx.turns = backward, numbers, again, turns
+        ctx.run, ctx.numbers, ctx.replay_record, ctx.turns = backward, numbers, replay_record, turns
         ctx.meeting = None
         ctx.materialize_grads = False
         ctx.to_save = saved
@@ -75,7 +76,7 @@ class Attaching:
     """
 
     def __init__(
-        self, partition: Partition, regions: Sequence[RegionCode], layout: Layout, finish: Finish
+        self, partition: Partition, regions: Sequence[RegionCode], layout: FrameLayout, finish: Epilogue
     ) -> None:
         self._layout, self._finish = layout, finish
         #: places of the barriers, by region and destination, or by primal if all share one.
@@ -94,10 +95,10 @@ class Attaching:
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
-    def __call__(self, frame: Frame, again: Any) -> None:
+    def __call__(self, frame: Frame, replay_record: Any) -> None:
         """Attach all regions."""
         for step in self._steps:
-            step(frame, again)
+            step(frame, replay_record)
 
     def _region(self, partition: Partition, number: int, code: RegionCode) -> Callable[[Frame, Any], None]:
         signature = partition.joint.signature
@@ -126,18 +127,20 @@ class Attaching:
         code_runs = len(made) < len(views)
         turns = self._turns.get(number, ())
 
-        def attach_region(frame: Frame, again: Any) -> None:
+        def attach_region(frame: Frame, replay_record: Any) -> None:
             if code_runs:
-                attach_code(frame, again)
+                attach_code(frame, replay_record)
             for make in made:
                 make(frame)
 
-        def attach_code(frame: Frame, again: Any) -> None:
+        def attach_code(frame: Frame, replay_record: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
             numbers = take_numbers(frame)
             if code.frees_nothing:  # a result that held itself would never be freed
                 numbers = tuple([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
-            attached = attach(code, take_tensors(frame), numbers, again, fresh, turns, *take_inputs(frame))
+            attached = attach(
+                code, take_tensors(frame), numbers, replay_record, fresh, turns, *take_inputs(frame)
+            )
             for place, value in zip(roots, attached, strict=True):
                 frame[place] = value
             for root in written:
@@ -174,7 +177,7 @@ class Attaching:
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
     """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
     at it, so contributions that must stay apart have one barrier each."""
-    if not joint.options.sums_apart:
+    if not joint.options.separate_sums:
         return [primal]
     regions = enumerate(joint.signature.regions)
     keys = [(number, there) for number, region in regions for there in region.destinations]
@@ -182,7 +185,7 @@ def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
 
 
 def _barrier(primal: int, is_node: bool) -> Callable[[Frame, Any], None]:
-    def make_barrier(frame: Frame, again: Any) -> None:
+    def make_barrier(frame: Frame, replay_record: Any) -> None:
         frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
     return make_barrier

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from retrograd.aot.run.attach import Attaching
-from retrograd.aot.run.frame import Finish, Layout, rebuilder
+from retrograd.aot.run.frame import Epilogue, FrameLayout, rebuilder
 from retrograd.aot.run.lower_half import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.rerun import RepeatableCall, stand_in
+from retrograd.aot.run.rerun import ReplayRecord, stand_in
 from retrograd.aot.run.written_ahead import WrittenAhead
 from retrograd.backends.base import Boxed
 from retrograd.engine import versions_of, writes_in_place
@@ -44,7 +44,7 @@ class CompiledFunction:
         self._code, self._run = code, undifferentiated(code)
         self._found = joint.found
         self._primals = _primals_of(joint)
-        self._layout = layout = Layout.of(partition)
+        self._layout = layout = FrameLayout.of(partition)
         self._value_count = len(joint.values)
         #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
         #: first call.
@@ -56,13 +56,13 @@ class CompiledFunction:
         places = {value: place for place, value in layout.plain_values.items()}
         #: places of results of which views are made by their strides.
         self._strided = {places[plan.value] for plan in views if plan.value in places}
-        self._finish = Finish(joint, layout.values, partition.written_ahead)
+        self._finish = Epilogue(joint, layout.values, partition.written_ahead)
         self._rebuild = rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
         #: whether the function itself may have switched autograd on
         self._records_inside = not joint.state.thread_modes.grad
         self._written = WrittenAhead(partition)
-        self._has_effects = summary.has_effects_beside_random and not self._written
+        self._has_effects = summary.has_effects_besides_random and not self._written
         self._draws = summary.random_devices
         changed = {update.primal for update in joint.updates} if regions else set()
         self._unread = partition.overwritten
@@ -111,13 +111,13 @@ class CompiledFunction:
                 before = {place: primals[place].clone() for place in self._changed}
         if self._finish.begins:
             self._finish.begin(frame)
-        again = self._again(sources, primals, before, generators) if self._attaching else None
+        replay_record = self._replay_record(sources, primals, before, generators) if self._attaching else None
         if not self._records_inside:
-            return self._outputs(sources, frame, again)
+            return self._outputs(sources, frame, replay_record)
         with torch.enable_grad():  # views that the function made under no_grad say so themselves
-            return self._outputs(sources, frame, again)
+            return self._outputs(sources, frame, replay_record)
 
-    def why_aside(self) -> Reason | None:
+    def why_disabled(self) -> Reason | None:
         """Why calls had better run eagerly from now on; None if they had not."""
         most = max(self._regions, key=lambda region: region.reruns, default=None)
         if most is None or most.reruns < FEWEST_RERUNS or 2 * most.reruns < self._calls:
@@ -129,18 +129,18 @@ class CompiledFunction:
             way_out="nothing to do: it runs eagerly from now on, which is faster",
         )
 
-    def _outputs(self, sources: Sequence[Any], frame: list[Any], again: RepeatableCall | None) -> Any:
+    def _outputs(self, sources: Sequence[Any], frame: list[Any], replay_record: ReplayRecord | None) -> Any:
         if self._attaching is not None:
-            self._attaching(frame, again)
+            self._attaching(frame, replay_record)
         return self._rebuild(self._finish(sources, frame))
 
-    def _again(
+    def _replay_record(
         self,
         sources: Sequence[Any],
         primals: Sequence[Any],
         before: dict[int, torch.Tensor],
         generators: dict[torch.device, Any],
-    ) -> RepeatableCall:
+    ) -> ReplayRecord:
         """The call as it was; `before` are the primals that it has changed."""
         if before:
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
@@ -154,7 +154,7 @@ class CompiledFunction:
         versions = versions_of(primals)
         for place in self._unread:
             versions[place] = None
-        return RepeatableCall(sources, primals, versions, generators, (*before, *self._unread), strides)
+        return ReplayRecord(sources, primals, versions, generators, (*before, *self._unread), strides)
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with what the graph gives. Nothing of the user's has changed yet."""
@@ -162,7 +162,7 @@ class CompiledFunction:
         if self._layout.is_plain:
             results = self._results([*primals])
             frame += results
-            if self._layout.is_apart:
+            if self._layout.is_separate:
                 frame += results[: self._value_count]
         else:
             self._run_on_parts(primals, frame)
@@ -215,15 +215,15 @@ def refuse_unlike_traced(
             continue
         if result.dtype != fake.dtype or _differ(fake.shape, result.shape):
             found = f" is {result.dtype} {list(result.shape)}"
-            said = f"{fake.dtype} {list(fake.shape)}"
+            reason = f"{fake.dtype} {list(fake.shape)}"
         elif number in strided and _differ(_strides(fake, result.shape), _strides(result, result.shape)):
             found = f", of which views are returned, has strides {result.stride()}"
-            said = f"{tuple(fake.stride())}"
+            reason = f"{tuple(fake.stride())}"
         else:
             continue
         raise UnlikeTracedError.because(
             "unlike-traced",
-            f"result {number} of {name}{found}, and a fake tensor of torch's said {said}",
+            f"result {number} of {name}{found}, and a fake tensor of torch's said {reason}",
             "aot.call",
             way_out="this is a wrong fake kernel in torch: keep its operator out of the function",
         )

@@ -1,9 +1,9 @@
 """Cotangents for which a region's code was not traced: tracing it for them.
 
-In: a partition and a root of a region. Out: `Expected`, which says whether an arriving cotangent is of the
-kind that was traced, and which layout it has; and for other layouts, a graph in place of the region's own.
-Formulas look at how a cotangent lies in memory (``grad.contiguous()``), so a graph that was traced for one
-layout is wrong for another.
+In: a partition and a root of a region. Out: `ExpectedTangent`, which says whether an arriving cotangent is of
+the kind that was traced, and which layout it has; and for other layouts, a graph in place of the region's
+own. Formulas look at how a cotangent lies in memory (``grad.contiguous()``), so a graph that was traced for
+one layout is wrong for another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retrograd.graph.joint import cotangent_name, cotangents_reaching
 from retrograd.graph.joint_graph import JointValues, Partition
 from retrograd.graph.structure import token_of
 from retrograd.runtime.modes import Autocast
-from retrograd.runtime.subclass import PLAIN, Layout, fits, parts_of
+from retrograd.runtime.subclass import PLAIN, SubclassSpec, fits, parts_of
 from retrograd.runtime.tensor import is_not_in_memory
 from retrograd.trace import guard_count, hint_of
 
@@ -33,15 +33,15 @@ Strides = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTangent:
     """What a cotangent was traced as."""
 
     boundary: int
-    wrapping: Layout
+    wrapping: SubclassSpec
     parts: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def of(partition: Partition, region: int, root: int) -> Expected:
+    def of(partition: Partition, region: int, root: int) -> ExpectedTangent:
         """What region `region` expects at the boundary `root`."""
         joint = partition.joint
         value = joint.values[joint.signature.boundaries[root].value]
@@ -49,7 +49,7 @@ class Expected:
         fakes = dict(zip(summary.names, summary.inputs, strict=True))
         count = value.wrapping.count
         names = [cotangent_name(root, part, count) for part in range(count)]
-        return Expected(root, value.wrapping, tuple(fakes[name] for name in names))
+        return ExpectedTangent(root, value.wrapping, tuple(fakes[name] for name in names))
 
     @property
     def is_plain(self) -> bool:

@@ -1,8 +1,8 @@
 """The values of one call: where they stand, and what is made of them at the end.
 
-In: a partition. Out: `Layout`: places in the call's one list of values, its *frame*; pickers, functions that
-take values out of it by places which are decided before the first call; and `Finish`, which changes inputs as
-the function changes them, and gives the function's flat outputs.
+In: a partition. Out: `FrameLayout`: places in the call's one list of values, its *frame*; pickers, functions
+that take values out of it by places which are decided before the first call; and `Epilogue`, which changes
+inputs as the function changes them, and gives the function's flat outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class FrameLayout:
     """Where in a frame each kind of value begins. First come the primals.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layout:
     """
 
     is_plain: bool
-    is_apart: bool
+    is_separate: bool
     parts: int
     results: int
     values: int
@@ -62,7 +62,7 @@ class Layout:
     plain_values: dict[int, int]
 
     @staticmethod
-    def of(partition: Partition) -> Layout:
+    def of(partition: Partition) -> FrameLayout:
         """The layout of calls of `partition`."""
         joint = partition.joint
         is_plain = all(primal.wrapping is PLAIN for primal in joint.primals) and all(
@@ -72,15 +72,15 @@ class Layout:
         kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
         parts = 0 if is_plain else len(joint.primals)
         results = parts + sum(primal.wrapping.count for primal in joint.primals)
-        is_apart = bool(joint.updates) or not is_plain
+        is_separate = bool(joint.updates) or not is_plain
         behind = results + len(forward) + kept
         plain = {
             place: role.index  # type: ignore[union-attr]
             for place, role in enumerate(forward)
             if joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
         }
-        values, end = (behind, behind + len(joint.values)) if is_apart else (results, behind)
-        return Layout(is_plain, is_apart, parts, results, values, end, plain)
+        values, end = (behind, behind + len(joint.values)) if is_separate else (results, behind)
+        return FrameLayout(is_plain, is_separate, parts, results, values, end, plain)
 
     def place_of(self, saved: Saved) -> int:
         """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a
@@ -123,7 +123,7 @@ def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
     return lambda values: pytree.tree_unflatten(values, spec)
 
 
-class Finish:
+class Epilogue:
     """What is left to do after the graph of `joint` has run: `write` values into inputs as soon as they have
     their history, then give the outputs.
 
@@ -156,7 +156,7 @@ class Finish:
         self._rebound = [(first + u.value, u.primal) for u in unseen if u.value is not None]
         grouped = by_dtype([joint.primals[u.primal].fake for u in self._at_once])
         #: places that are written by one call, and of what is written there.
-        self._together = [
+        self._grouped = [
             (
                 picker([self._at_once[i].primal for i in group]),
                 picker([first + self._at_once[i].value for i in group]),  # type: ignore[operator]
@@ -189,7 +189,7 @@ class Finish:
             set_versions([frame[i] for i, _ in self._changed_fresh], [n for _, n in self._changed_fresh])
         if self._at_once:
             with torch.no_grad():
-                for targets, sources in self._together:
+                for targets, sources in self._grouped:
                     copy_each(targets(frame), sources(frame))
             if self._uncounted:
                 changed = [frame[place] for place, _ in self._uncounted]

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.backends.background import Later, begin, is_taken
-from retrograd.backends.base import Answer, Backend, Boxed, Half
+from retrograd.backends.background import PendingCode, begin, is_taken
+from retrograd.backends.base import Answer, Backend, Boxed, GraphKind
 from retrograd.backends.fallible import compile_fallible
 from retrograd.backends.processes import is_done
-from retrograd.backends.whole import WholeLater
+from retrograd.backends.whole import TierUp
 from retrograd.config import Config
-from retrograd.cudagraphs.graphed_function import calls_apart
+from retrograd.cudagraphs.graphed_function import unrecordable_calls
 from retrograd.errors import Reason, Refusal
 from retrograd.events import counters
 from retrograd.graph.fx import lazy_graph
@@ -36,7 +36,7 @@ def lower(
     backend: Backend,
     graph: LazyGraph,
     state: CaptureState,
-    half: Half,
+    half: GraphKind,
     config: Config,
 ) -> Boxed:
     """Compile `graph`, after the decompositions that the backend asks for unless `capture` applied them.
@@ -61,23 +61,23 @@ def lower(
             return compile_fallible(how, part, examples, own, strict=config.strict)
 
         code = found.code(compile_part)
-        may_change = not found.is_symbolic and not graph.summary.has_effects_beside_random
-        return _whole_later(code, backend, graph, half, config) if found.steps and may_change else code
+        may_change = not found.is_symbolic and not graph.summary.has_effects_besides_random
+        return _tiering_up(code, backend, graph, half, config) if found.steps and may_change else code
 
     if config.patience is None:
         return compile_graph()
-    later = begin(compile_graph, config.patience)
-    return later.result() if is_taken(later) else LateCode(later, lambda: guard_count(state.fake_mode))
+    pending = begin(compile_graph, config.patience)
+    return pending.result() if is_taken(pending) else LateCode(pending, lambda: guard_count(state.fake_mode))
 
 
-def begin_elsewhere(
-    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config
+def begin_in_processes(
+    backend: Backend, graph: LazyGraph, state: CaptureState, half: GraphKind, config: Config
 ) -> None:
     """Have other processes begin with the graphs that `lower` will have the backend compile, unless
     decompositions come before, or the graph is cut first, between recordings."""
     if backend.decompositions() and not state.decompositions:
         return
-    if config.cudagraphs and calls_apart(graph.gm.graph):
+    if config.cudagraphs and unrecordable_calls(graph.gm.graph):
         return
     graph.division = division = _divided(backend, graph, half, config)
     how = backend.for_parts_of(graph, half) if division.steps else backend
@@ -87,24 +87,24 @@ def begin_elsewhere(
     ]
 
 
-def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Boxed:
+def _tiering_up(parts: Boxed, backend: Backend, graph: LazyGraph, half: GraphKind, config: Config) -> Boxed:
     """`parts`, and later the whole of `graph`, if another process compiles it under the settings of now. What
     is recorded does not change, and nobody waits who has chosen not to."""
     if config.whole_after is None or config.cudagraphs or config.patience is not None:
         return parts
-    settings = backend.settings_elsewhere()
+    settings = backend.process_settings()
     if settings is None:
         return parts
     inputs, answers = graph.summary.inputs, list[Answer | None]()
 
     def check_settings() -> None:
-        now = backend.settings_elsewhere() or {}
+        now = backend.process_settings() or {}
         if other := [key for key in settings if settings[key] != now.get(key)]:
             raise Refusal("elsewhere", f"settings have changed since: {', '.join(other)}")
 
     def begin() -> None:
         check_settings()
-        backend.prepare(elsewhere=True)
+        backend.prepare(in_process=True)
         answers.append(backend.begin(graph.gm, inputs, half))
 
     @without_autocast
@@ -114,10 +114,10 @@ def _whole_later(parts: Boxed, backend: Backend, graph: LazyGraph, half: Half, c
             raise Refusal("elsewhere", "no other process has compiled the whole")
         return compile_fallible(backend, graph.gm, inputs, half, strict=config.strict, is_proven=True)
 
-    return WholeLater(parts, config.whole_after, begin, finish)
+    return TierUp(parts, config.whole_after, begin, finish)
 
 
-def _divided(backend: Backend, graph: LazyGraph, half: Half, config: Config) -> Division:
+def _divided(backend: Backend, graph: LazyGraph, half: GraphKind, config: Config) -> Division:
     least = config.smallest_repeat * ATEN_CALLS_PER_NODE if backend.takes_parts else 0
     return divide(graph.gm, graph.summary.inputs, least, half.visible, config.fewest_copies)
 
@@ -131,17 +131,17 @@ class LateCode:
             them any more is not used.
     """
 
-    def __init__(self, later: Later, guards: Callable[[], int]) -> None:
-        self._later, self._guards, self._guards_then = later, guards, guards()
+    def __init__(self, pending: PendingCode, guards: Callable[[], int]) -> None:
+        self._pending, self._guards, self._guards_then = pending, guards, guards()
 
     @property
     def is_ready(self) -> bool:
         """Whether it may be called, if only to say why it cannot run."""
-        return self._later.done() and self._guards() == self._guards_then
+        return self._pending.done() and self._guards() == self._guards_then
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run it."""
-        return self._later.result()(args)
+        return self._pending.result()(args)
 
 
 def is_ready(code: Boxed) -> bool:

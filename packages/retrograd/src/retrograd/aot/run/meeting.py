@@ -33,7 +33,7 @@ class Meeting:
     def keep(self, ctx: Any, index: int, grads: Grads) -> Grads | None:
         """Keep what arrives at node `index`, if the backward still comes to the region's own node."""
         now = backward_number()
-        if now == self._last or not will_execute(ctx) or not ctx.run.can_run_again(ctx):
+        if now == self._last or not will_execute(ctx) or not ctx.run.can_be_rerun(ctx):
             return None
         kept = self._arrived.setdefault(now, {})
         for slot, grad in enumerate(grads):
@@ -54,7 +54,7 @@ def meet(ctx: Any, walk: RegionInterpreter) -> None:
     waiting, seen = [ctx], set[int]()
     while waiting:
         one = waiting.pop()
-        if one is None or getattr(one, "again", None) is not ctx.again or one.run.number in seen:
+        if one is None or getattr(one, "again", None) is not ctx.replay_record or one.run.number in seen:
             continue
         seen.add(one.run.number)
         one.meeting = one.meeting or Meeting()

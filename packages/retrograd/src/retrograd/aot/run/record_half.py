@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from retrograd.aot.run.lower_half import is_ready, lower
-from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import Values
-from retrograd.cudagraphs.graphed_function import GraphedFunction, calls_apart, graphed, tell_report
+from retrograd.cudagraphs.graphed_function import GraphedFunction, graphed, tell_report, unrecordable_calls
 from retrograd.graph.aliases import aliased_inputs
 from retrograd.graph.fx import lazy_graph, with_strides_of
 from retrograd.graph.joint_graph import CaptureState
@@ -48,7 +48,7 @@ def may_replay(code: Boxed | None) -> bool:
 
 
 def lower_half(
-    backend: Backend, graph: LazyGraph, state: CaptureState, half: Half, config: Config, values: Values
+    backend: Backend, graph: LazyGraph, state: CaptureState, half: GraphKind, config: Config, values: Values
 ) -> Boxed:
     """As `lower`; with CUDA graphs, what it gives is replayed where that is safe."""
     if not config.cudagraphs:
@@ -75,9 +75,9 @@ def lower_half(
     return graphed(code, graph.gm.graph, values=values, instead=instead)
 
 
-def _cut(graph: LazyGraph, half: Half) -> _Cut | None:
+def _cut(graph: LazyGraph, half: GraphKind) -> _Cut | None:
     """The graph cut at what cannot be recorded; None if nothing is, or if hardly anything else is there."""
-    reasons = calls_apart(graph.gm.graph)
+    reasons = unrecordable_calls(graph.gm.graph)
     if not reasons:
         return None
     division = divide_at(graph.gm, graph.summary.inputs, half.visible, reasons)
@@ -92,7 +92,7 @@ def _cut(graph: LazyGraph, half: Half) -> _Cut | None:
 def _is_worth_it(graph: fx.Graph) -> bool:
     """Whether it can be recorded, and starts more than a kernel."""
     calls = [node for node in graph.nodes if node.op == "call_function" and not aliased_inputs(node)]
-    return len(calls) >= FEWEST_RECORDED and not calls_apart(graph)
+    return len(calls) >= FEWEST_RECORDED and not unrecordable_calls(graph)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,19 +19,19 @@ import torch
 from torch import fx
 
 from retrograd.aot.modules import are_all_modules_hooked
-from retrograd.aot.released import PutBack
-from retrograd.aot.run.cotangents import Expected, Strides, traced_for
-from retrograd.aot.run.lower_half import begin_elsewhere, is_ready, still_compiling
+from retrograd.aot.released import RestoreSaved
+from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
+from retrograd.aot.run.lower_half import begin_in_processes, is_ready, still_compiling
 from retrograd.aot.run.record_half import lower_half, may_replay
-from retrograd.aot.run.rerun import rerun_region, why_not_again
-from retrograd.backends.base import Backend, Boxed, Half
+from retrograd.aot.run.rerun import rerun_region, why_not_rerun
+from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.engine import checkpoint_is_valid, will_run
 from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
-from retrograd.graph.fx import copied_module, draws_again, lazy_graph
+from retrograd.graph.fx import copied_module, lazy_graph, redraws
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import MOST_FAILURES
@@ -45,7 +45,7 @@ from retrograd.runtime.modes import (
     restore_generator_states,
     without_modes,
 )
-from retrograd.runtime.subclass import PLAIN, Layout, built
+from retrograd.runtime.subclass import PLAIN, SubclassSpec, built
 from retrograd.runtime.tensor import graph_is_kept, resolved
 from retrograd.trace import InputGuard, know_values, laid_out_like
 
@@ -93,10 +93,10 @@ class RegionCode:
         joint, self._backward = partition.joint, partition.backwards[number]
         region = joint.signature.regions[number]
         self.roots, self.destinations = region.roots, region.destinations
-        self._gradients: list[Layout | None] = [
+        self._gradients: list[SubclassSpec | None] = [
             joint.gradients.get((number, there)) for there in self.destinations
         ]
-        self._expected = [Expected.of(partition, number, root) for root in self.roots]
+        self._expected = [ExpectedTangent.of(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
         self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
         self._undefined_matters = region.undefined_matters
@@ -111,7 +111,7 @@ class RegionCode:
         self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
         self._saves = region.saves or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
-        self._has_effects = self._graph.summary.has_effects_beside_random
+        self._has_effects = self._graph.summary.has_effects_besides_random
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
         self._may_be_guarded = is_static and not self._reenters
@@ -122,10 +122,10 @@ class RegionCode:
         """Compile now, for the layouts that tracing predicted."""
         self._codes[(), self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
 
-    def begin_elsewhere(self) -> None:
+    def begin_in_processes(self) -> None:
         """Have other processes begin with this code, for the layouts that tracing predicted."""
         graph = self._graph
-        begin_elsewhere(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
+        begin_in_processes(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the destinations."""
@@ -143,7 +143,7 @@ class RegionCode:
         autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
         code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
         if code is None:
-            if not autocast and not self.can_run_again(ctx):
+            if not autocast and not self.can_be_rerun(ctx):
                 cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
                 if self._fit(cotangents):
                     layouts = self._layouts(cotangents)
@@ -152,8 +152,8 @@ class RegionCode:
                 return self._as_eager(ctx, cotangents)
         is_as_traced = code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
-        if self._memory.elsewhere and not (code.has_run and may_replay(code.run)):
-            self._memory.put_back(args, self._made)
+        if self._memory.other_devices and not (code.has_run and may_replay(code.run)):
+            self._memory.restore_saved(args, self._made)
         if not code.has_run:
             del saved
             return self._first_run(code, ctx, cotangents, args)
@@ -164,10 +164,10 @@ class RegionCode:
         assert code.run is not None
         return self._run(code.run, args)
 
-    def can_run_again(self, ctx: Any) -> bool:
+    def can_be_rerun(self, ctx: Any) -> bool:
         """Whether the call whose region has this context can be run again."""
         joint = self._partition.joint
-        return ctx.again is not None and why_not_again(joint, self.number, ctx.again) is None
+        return ctx.replay_record is not None and why_not_rerun(joint, self.number, ctx.replay_record) is None
 
     def _is_barred(self) -> bool:
         """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
@@ -219,7 +219,7 @@ class RegionCode:
         is_static = is_static and not (autocast and joint.state.is_symbolic)
         if (
             getattr(joint, "reports", ())  # passes have changed the graph since it was traced
-            or draws_again(self._graph.gm.graph)  # from states that are in no other trace
+            or redraws(self._graph.gm.graph)  # from states that are in no other trace
             or are_all_modules_hooked()  # a trace would call modules, and with them these hooks
             or not (is_static or self.follows_layout)  # new code may add guards, which nobody would check
         ):
@@ -321,7 +321,7 @@ class RegionCode:
         """Let go of what the region saved, unless its graph is kept; what saves nothing can run again."""
         if self._saves and not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
-            ctx.again = None
+            ctx.replay_record = None
 
     @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
     def _as_eager(
@@ -343,16 +343,16 @@ class RegionCode:
         if self._is_barred():
             wanted = {there for there, runs in zip(self.destinations, will_run(ctx), strict=True) if runs}
 
-        def put_back(graph: LiveGraph, primals: Sequence[Any]) -> None:
+        def restore_saved(graph: LiveGraph, primals: Sequence[Any]) -> None:
             kept = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
             self._put_back(graph, kept, primals)
 
-        return rerun_region(self._partition.joint, self.number, ctx, put_back, given, wanted)
+        return rerun_region(self._partition.joint, self.number, ctx, restore_saved, given, wanted)
 
     @cached_property
-    def _put_back(self) -> PutBack:
-        return PutBack(self._partition, self.number)
+    def _put_back(self) -> RestoreSaved:
+        return RestoreSaved(self._partition, self.number)
 
 
-def _half_of(graph: LazyGraph) -> Half:
-    return Half(is_backward=True, visible=len(graph.summary.results))
+def _half_of(graph: LazyGraph) -> GraphKind:
+    return GraphKind(is_backward=True, visible=len(graph.summary.results))

@@ -39,7 +39,7 @@ from retrograd.graph.joint_graph import AliasOf, ComputedOutput, JointValues
 from retrograd.runtime import pytree
 from retrograd.runtime.modes import with_generator_states
 from retrograd.runtime.tensor import common_base
-from retrograd.trace import FreeTensors, checkpoints_inlined, python_forms
+from retrograd.trace import ClosureTensors, checkpoints_inlined, python_forms
 
 
 class StandIn(torch.autograd.Function):
@@ -61,7 +61,7 @@ class StandIn(torch.autograd.Function):
 stand_in = entry_of(StandIn)
 
 
-class RepeatableCall(NamedTuple):
+class ReplayRecord(NamedTuple):
     """What is needed to run a call again.
 
     Attributes:
@@ -83,10 +83,10 @@ class RepeatableCall(NamedTuple):
 
 
 #: gives the nodes of a second run, which is given zeros for some primals, what they would have saved.
-PuttingBack = Callable[[LiveGraph, Sequence[Any]], None]
+RestoringSaved = Callable[[LiveGraph, Sequence[Any]], None]
 
 
-def why_not_again(joint: JointValues, number: int, call: RepeatableCall) -> RuntimeError | None:
+def why_not_rerun(joint: JointValues, number: int, call: ReplayRecord) -> RuntimeError | None:
     """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
     changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
@@ -100,7 +100,7 @@ def rerun_region(
     joint: JointValues,
     number: int,
     ctx: Any,
-    put_back: PuttingBack,
+    restore_saved: RestoringSaved,
     cotangents: Mapping[int | Edge, Any],
     wanted: Collection[Destination] | None = None,
 ) -> list[Any]:
@@ -108,18 +108,18 @@ def rerun_region(
     `wanted`. These are given where a backward may not enter a reentrant checkpoint, which raises then if it
     is on the way to one of them.
 
-    `put_back` gets the autograd graph of the second run, and the primals that it was given.
+    `restore_saved` gets the autograd graph of the second run, and the primals that it was given.
 
     Raises:
         CaptureError: the function took another way than at capture.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
-    call = ctx.again
-    if (error := why_not_again(joint, number, call)) is not None:
+    call = ctx.replayed
+    if (error := why_not_rerun(joint, number, call)) is not None:
         raise error
     differentiable = torch.is_grad_enabled()
     inlined = not joint.reenters or (wanted is None and not differentiable)
-    second = partial(_second_run, joint, number, call, put_back, differentiable, inlined)
+    second = partial(_second_run, joint, number, call, restore_saved, differentiable, inlined)
     walk, outputs = second()
     if walk is None and joint.state.uses_python_forms:
         with python_forms():
@@ -147,8 +147,8 @@ def rerun_region(
 def _second_run(
     joint: JointValues,
     number: int,
-    call: RepeatableCall,
-    put_back: PuttingBack,
+    call: ReplayRecord,
+    restore_saved: RestoringSaved,
     differentiable: bool,
     inlined: bool,
 ) -> tuple[RegionInterpreter | None, list[Any]]:
@@ -159,9 +159,9 @@ def _second_run(
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
-        again = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
+        replayed = {n: primal.clone() if n in call.changed else primal for n, primal in primals.items()}
         entries = {
-            n: again[n] if n in call.changed else primal[...]
+            n: replayed[n] if n in call.changed else primal[...]
             for n, primal in primals.items()
             if joint.primals[n].differentiable
         }
@@ -170,14 +170,14 @@ def _second_run(
             entries[n].detach().zero_()
         for n in entries:  # autocast casts a leaf once for all its uses, as in the trace
             if joint.primals[n].is_leaf and not differentiable:
-                entries[n] = again[n].detach().requires_grad_()
+                entries[n] = replayed[n].detach().requires_grad_()
             elif joint.primals[n].is_leaf and n not in call.changed:
                 entries[n] = primals[n]
         for n, entry in entries.items():
             entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
-        given = {n: again[n] for n in call.changed}
+        given = {n: replayed[n] for n in call.changed}
         given |= {n: enter_as(joint.entered_as, joint.primals[n], entry) for n, entry in entries.items()}
-        outputs = _again(joint, call, given, inlined)
+        outputs = _replayed(joint, call, given, inlined)
         visible = _values(joint, outputs, given)
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
     graph = graph_below(visible, ends, idle_nodes(visible, ends))
@@ -190,7 +190,7 @@ def _second_run(
     if not _is_divided_alike(structure, joint.signature):
         return None, outputs
     if call.released:
-        put_back(graph, [*(primals | {n: entries[n].detach() for n in call.released}).values()])
+        restore_saved(graph, [*(primals | {n: entries[n].detach() for n in call.released}).values()])
     checks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     return RegionInterpreter(graph, structure, known, number, lambda _: nullcontext(), checks), outputs
 
@@ -235,7 +235,7 @@ def _as_divided(
     return made
 
 
-def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any], inlined: bool) -> list[Any]:
+def _replayed(joint: JointValues, call: ReplayRecord, given: Mapping[int, Any], inlined: bool) -> list[Any]:
     """The flat outputs of the function, run with the primals in `given`, which stand for what it finds by
     itself too."""
     leaves = list(call.sources[: len(joint.state.leaves)])
@@ -258,7 +258,7 @@ def _again(joint: JointValues, call: RepeatableCall, given: Mapping[int, Any], i
     with (
         joint.state.thread_modes.restored(),
         with_generator_states(dict(call.generators)),
-        FreeTensors(lambda tensor: found.get(id(tensor), tensor)),
+        ClosureTensors(lambda tensor: found.get(id(tensor), tensor)),
         checkpoints_inlined() if inlined else nullcontext(),
     ):
         return pytree.tree_leaves(called(leaves))

@@ -129,7 +129,7 @@ class Analysis:
                 raise not_representable(
                     f"it may change {primal.name} through .data, which no version counter shows"
                 )
-            if changes.elements and _is_strided_beside(tensor, primal.fake, inputs.strided):
+            if changes.elements and _is_strided_outside(tensor, primal.fake, inputs.strided):
                 raise not_representable(
                     f"it changes {primal.name}, and asks by as_strided for what is beside it"
                 )
@@ -167,8 +167,8 @@ class Analysis:
         if not tensor._is_view() or tensor._base is not base:
             return None
         with torch.no_grad():
-            again = tensor._view_func_unsafe(base, lambda number: (numbers.append(number), number)[1])  # type: ignore[func-returns-value]
-        if [*map(str, (*again.shape, *again.stride()))] != [*map(str, (*tensor.shape, *tensor.stride()))]:
+            replica = tensor._view_func_unsafe(base, lambda number: (numbers.append(number), number)[1])  # type: ignore[func-returns-value]
+        if [*map(str, (*replica.shape, *replica.stride()))] != [*map(str, (*tensor.shape, *tensor.stride()))]:
             return None
         varying = numbers if any(type(number) is not int for number in numbers) else ()
         return View(
@@ -298,7 +298,7 @@ class Analysis:
         return self._view(output, base, differentiable)
 
 
-def _is_strided_beside(
+def _is_strided_outside(
     tensor: torch.Tensor, fake: torch.Tensor, strided: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> bool:
     """Whether ``as_strided`` was asked for more than the elements of `tensor`, a changed input. If that does

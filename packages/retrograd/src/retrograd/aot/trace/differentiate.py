@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.released import Releasable, releasable
+from retrograd.aot.released import Droppable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs, new_input
 from retrograd.aot.trace.structure import RegionNodes, Structure, divide
@@ -46,7 +46,7 @@ from retrograd.graph.joint import Destination, Gradient, Region, cotangent_name
 from retrograd.graph.joint_graph import CaptureOptions
 from retrograd.graph.reach import reached
 from retrograd.runtime.modes import ThreadModes
-from retrograd.runtime.subclass import Layout, is_wrapper, layout_of, parts_of
+from retrograd.runtime.subclass import SubclassSpec, is_wrapper, layout_of, parts_of
 from retrograd.runtime.tensor import inner_tensors
 from retrograd.trace import (
     JointTracer,
@@ -181,11 +181,11 @@ class Differentiated:
     boundary_values: tuple[int, ...] = ()
     visible: int = 0
     stand_ins: list[TracedValue] = field(default_factory=list)
-    cotangents: list[tuple[int, Layout]] = field(default_factory=list)
+    cotangents: list[tuple[int, SubclassSpec]] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     grads: list[dict[Destination, Any]] = field(default_factory=list)
     by_dtype: set[int] = field(default_factory=set)
-    releasable: Releasable | None = None
+    releasable: Droppable | None = None
 
     def boundary_of(self, value: int) -> int | None:
         """The boundary of a forward value."""
@@ -217,7 +217,7 @@ class Differentiated:
             for part in range(layout_of(grad).count)
         ]
 
-    def wrappings(self) -> dict[tuple[int, Destination], Layout]:
+    def wrappings(self) -> dict[tuple[int, Destination], SubclassSpec]:
         """How each gradient is made up."""
         return {(region, there): layout_of(grad) for region, there, grad in self._defined()}
 
@@ -246,7 +246,7 @@ def differentiate(
     structure = divide(graph, primals, options, leaves, steps)
     if any(region.nodes and not region.destinations for region in structure.regions):
         raise not_representable("a result requires grad, and its gradient goes nowhere")
-    if options.sums_apart:
+    if options.separate_sums:
         _refuse_bypasses(graph, structure, [analysis.values[number] for number in edges])
     stand_ins = [
         TracedValue(stand_in(graph.nodes[edge.node].handle._input_metadata[edge.slot]), is_visible=False)
@@ -263,12 +263,12 @@ def differentiate(
         return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
     modes = ThreadModes(grad=False, autocast=options.autocast)
-    again = {node.meta.get("seq_nr") for node in tracer.graph.nodes if "ac_graph_id" in node.meta}
+    recomputed = {node.meta.get("seq_nr") for node in tracer.graph.nodes if "ac_graph_id" in node.meta}
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
             roots = {root: traced[values[root]] for root in region.roots}
             made.regions.append(_described(region, graph, blocks))
-            _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, again)
+            _mark_kept(tracer, [graph.nodes[node] for node in region.nodes], number, recomputed)
             walk = RegionInterpreter(graph, structure, primals, number, noting)
             with accumulating_only_into(is_traced), errors_uncaught():
                 made.grads.append(walk.run(_cotangents(tracer, roots, options.layouts, made.cotangents)))
@@ -328,15 +328,15 @@ def _refuse_effects(graph: LiveGraph) -> None:
 
 
 def _mark_kept(
-    tracer: JointTracer, nodes: Sequence[LiveNode], region: int, again: Collection[int | None]
+    tracer: JointTracer, nodes: Sequence[LiveNode], region: int, recomputed: Collection[int | None]
 ) -> None:
     """Mark what nodes of a region have saved, read or not: once it has changed, eager refuses to run them.
-    Those of the numbers `again` are inside a checkpoint, which saves nothing and makes them anew."""
+    Those of the numbers `recomputed` are inside a checkpoint, which saves nothing and makes them anew."""
     made: list[fx.Node | None] = []
     for one in nodes:
         if (block := instance_of(one.handle)) is not None:
             made += [node for inner, node in block.nodes.items() if KEPT_FOR in inner.meta]
-        elif one.sequence not in again:
+        elif one.sequence not in recomputed:
             tensors = (inner for kept in kept_by(one.handle) for inner in inner_tensors(plain(kept)))
             made += map(tracer.node_of, tensors)
     for node in reached(filter(None, made), bases_of):
@@ -374,13 +374,13 @@ def _cotangents(
     tracer: JointTracer,
     roots: Mapping[int, TracedValue],
     layouts: Mapping[int, Sequence[int]],
-    made: list[tuple[int, Layout]],
+    made: list[tuple[int, SubclassSpec]],
 ) -> dict[int | Edge, Any]:
     """New inputs of the graph, one for each root."""
     found: dict[int | Edge, Any] = {}
     for root, value in roots.items():
         bare = plain(value.value)
-        wrapping: Layout = layout_of(bare)
+        wrapping: SubclassSpec = layout_of(bare)
         made.append((root, wrapping))
         likes = [_cotangent_like(part, layouts.get(root)) for part in parts_of(bare, wrapping)]
         found[root] = new_input(tracer, wrapping, likes, partial(cotangent_name, root))

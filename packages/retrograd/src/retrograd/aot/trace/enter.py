@@ -1,7 +1,7 @@
 """How inputs enter a trace: the tensors that the user's function is called with.
 
-In: a `CaptureState` and an `EntryPlan`. Out: `Inputs`: the graph's primals, the functional tensors made of
-them, and the call itself.
+In: a `CaptureState` and an `InputWrapping`. Out: `Inputs`: the graph's primals, the functional tensors made
+of them, and the call itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retrograd.graph.calls import errors_by_value
 from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
 from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
 from retrograd.runtime.handlers import line_that_catches
-from retrograd.runtime.subclass import PLAIN, Layout, built, layout_of, parts_of
+from retrograd.runtime.subclass import PLAIN, SubclassSpec, built, layout_of, parts_of
 from retrograd.runtime.tensor import is_dense
 from retrograd.trace import (
     Abandoned,
@@ -33,7 +33,7 @@ from retrograd.trace import (
 
 
 @dataclass(frozen=True)
-class EntryPlan:
+class InputWrapping:
     """What is done to inputs before the function sees them.
 
     Attributes:
@@ -46,12 +46,12 @@ class EntryPlan:
     entered_as: EnteredAs = "itself"
     based: frozenset[int] = frozenset()
 
-    def with_copies(self, state: CaptureState) -> EntryPlan:
+    def with_copies(self, state: CaptureState) -> InputWrapping:
         """The plan for a function that failed: perhaps it changes an input that is no leaf."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
         return replace(self, entered_as="copy") if any_inner else self
 
-    def amended(self, state: CaptureState, changed: Collection[int | None]) -> EntryPlan:
+    def amended(self, state: CaptureState, changed: Collection[int | None]) -> InputWrapping:
         """The plan with a base for each group of which a member is among the leaves `changed`."""
         based = set(self.based)
         for number, group in enumerate(state.aliases):
@@ -73,7 +73,10 @@ def enter_as(what: EnteredAs, primal: PrimalValue, tensor: torch.Tensor) -> torc
 
 
 def new_input(
-    tracer: JointTracer, wrapping: Layout, parts: Sequence[torch.Tensor], name_of: Callable[[int, int], str]
+    tracer: JointTracer,
+    wrapping: SubclassSpec,
+    parts: Sequence[torch.Tensor],
+    name_of: Callable[[int, int], str],
 ) -> torch.Tensor:
     """A functional tensor made up, as `wrapping`, of new inputs of the graph that are like the fake `parts`.
     `name_of` gives their names, from the number of a part and how many there are."""
@@ -93,14 +96,14 @@ class Inputs:
             sees.
         entered: by primal, the tensor that the function can change; None for a number.
         histories: by primal, the ``grad_fn`` with which it entered.
-        bared: tensors of which the function took ``.data``. strided: as in `FreeTensors`.
+        bared: tensors of which the function took ``.data``. strided: as in `ClosureTensors`.
         reads_offsets: whether it depends on where tensors begin in their memory.
         reenters: whether it has reentrant checkpoints that are differentiated.
         shown: by identity of a real tensor that the function is given, its entry.
     """
 
     state: CaptureState
-    plan: EntryPlan
+    plan: InputWrapping
     tracer: JointTracer
     first: FirstRun | None = None
     primals: list[PrimalValue] = field(default_factory=list)
@@ -133,15 +136,15 @@ class Inputs:
             Exception: the trace cannot go on, or the function has raised.
         """
         first, seen = self.first, self._seen()
-        is_again = first is not None and first.can_be_traced_again
-        watched = Watched(self.found, None if is_again else first)
+        is_retrace = first is not None and first.can_be_retraced
+        watched = Watched(self.found, None if is_retrace else first)
         try:
             with (
                 self.state.thread_modes.restored(),
                 watched,
                 checkpoints_marked(self.entered, first) as checkpoints,
             ):
-                result = self._run(seen, is_again)
+                result = self._run(seen, is_retrace)
                 keeps_modes = torch.is_grad_enabled() == self.state.thread_modes.grad
             if first is None or not first.is_eager:
                 self._refuse_switches(watched, keeps_modes)
@@ -156,12 +159,12 @@ class Inputs:
         self.reenters = checkpoints.reenter
         return result
 
-    def _run(self, seen: Sequence[Any], is_again: bool) -> Any:
+    def _run(self, seen: Sequence[Any], is_retrace: bool) -> Any:
         """Run the function itself, or what it has called."""
         if self.first is None or not isinstance(self.state.call, FlatCall):
             return self.state.call(seen)
-        if is_again:
-            return self.first.trace_again(seen)
+        if is_retrace:
+            return self.first.retrace(seen)
         self.first.begin(seen, self.tracer, self.plan.with_copies(self.state) != self.plan)
         return self.state.call(seen, self.first)
 
@@ -190,7 +193,7 @@ class Inputs:
         """An output, traced: the function may return what it was given."""
         return self.shown.get(id(value), value)
 
-    def with_aliases(self, plan: EntryPlan) -> EntryPlan:
+    def with_aliases(self, plan: InputWrapping) -> InputWrapping:
         """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
         kept = self.tracer.inputs_with_kept_cast()
         inner = (primal_name(i) for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
@@ -240,7 +243,7 @@ class Inputs:
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
         """Make a primal of a leaf; what the function sees of it."""
-        wrapping: Layout = layout_of(given.value)
+        wrapping: SubclassSpec = layout_of(given.value)
         number = len(self.primals)
         differentiable = given.requires_grad
         self.primals.append(

@@ -29,7 +29,7 @@ from retrograd.graph.joint_graph import CaptureOptions
 MOST_REGIONS = 64
 #: if one function makes more contributions to a gradient than this, it adds them up itself, because separate
 #: contributions occupy memory until the region ends.
-MOST_APART = 32
+MOST_SEPARATE_SUMS = 32
 #: most cuts that are made: each costs a node and a call.
 MOST_BLOCKS = 32
 
@@ -83,10 +83,10 @@ def divide(
     """
     stepwise, _ = with_steps(graph, steps)
     order = [node for node in eager_walk(stepwise) if node != ROOT and node < len(graph.nodes)]
-    return _Division(graph, primals, options, leaves, order).structure()
+    return _RegionDivision(graph, primals, options, leaves, order).structure()
 
 
-class _Division:
+class _RegionDivision:
     """One graph that is divided.
 
     A region that a node belongs to has any hashable name until regions are numbered.
@@ -110,7 +110,7 @@ class _Division:
             self._borders, self._region_of = frozenset(), dict.fromkeys(self._nodes)
         if options.split_at_leaf_grads:
             self._region_of = self._cut_into_blocks()
-        blocks = self._cut_between_contributions() if options.sums_apart else None
+        blocks = self._cut_between_contributions() if options.separate_sums else None
         #: whether regions that contribute to one sum one after the other run one after the other
         self._takes_turns = blocks is not None
         self._region_of = blocks or self._region_of
@@ -123,7 +123,7 @@ class _Division:
             members.setdefault(self._region_of[node], []).append(node)
             for edge in self._crossing(node):
                 self._boundaries.setdefault(edge, len(self._boundaries))
-        regions = self._apart([self._region(nodes) for nodes in members.values()])
+        regions = self._separate([self._region(nodes) for nodes in members.values()])
         steps = self._steps(regions)
         run = [step.index for step in steps if not step.is_leaf]
         place = {number: i for i, number in enumerate(run)}  # regions are numbered as they run
@@ -244,16 +244,18 @@ class _Division:
         """Whether nothing is added from outside to the gradient there."""
         return there.is_boundary and there.index >= self._seen
 
-    def _apart(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
+    def _separate(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
         """Keep contributions to a gradient apart, where there are three or more from several regions. With
-        `sums_apart`, also those of one region, if contributions from outside the function may be added."""
+        `separate_sums`, also those of one region, if contributions from outside the function may be added."""
         counts = [Counter(region.sends.values()) for region in regions]
         total = sum(counts, Counter[Destination]())
         shared = {
             there
             for there, count in total.items()
             if (count > 2 and sum(there in one for one in counts) > 1)
-            or (self._options.sums_apart and 1 < count <= MOST_APART and not self._is_hidden(there))
+            or (
+                self._options.separate_sums and 1 < count <= MOST_SEPARATE_SUMS and not self._is_hidden(there)
+            )
         }
         return [_numbered(region, shared) for region in regions]
 

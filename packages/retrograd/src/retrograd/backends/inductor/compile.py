@@ -211,12 +211,12 @@ def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
     if str(torch.ops.aten.convolution.default) not in graph.summary.targets:
         return True
     note = Note(graph.known_as, "chooses layouts", is_inference)
-    if (said := note.read()) is None:
+    if (text := note.read()) is None:
         from torch._inductor.graph import GraphLowering
 
-        said = str(GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference))
-        note.write(said)
-    return said == str(True)
+        text = str(GraphLowering.decide_layout_opt(graph.gm, is_inference=is_inference))
+        note.write(text)
+    return text == str(True)
 
 
 @contextmanager

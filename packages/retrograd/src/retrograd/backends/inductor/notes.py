@@ -32,8 +32,8 @@ class Note:
         self._file: Path | None = None
         with suppress(Exception):  # among them a `Refusal`
             if name is not None:
-                said = repr([name, *depends, environment()])
-                stem = hashlib.sha256(said.encode()).hexdigest()
+                answer = repr([name, *depends, environment()])
+                stem = hashlib.sha256(answer.encode()).hexdigest()
                 self._file = Path(cache_folder(), "retrograd", stem[:2], f"{stem}.note")
 
     def read(self) -> str | None:

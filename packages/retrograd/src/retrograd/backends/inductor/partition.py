@@ -35,8 +35,8 @@ def memory_budget(gm: fx.GraphModule) -> float:
 
 def _budgets_of(node: fx.Node) -> list[float]:
     notes = node.meta.get("custom") or {}
-    said = (node.meta.get("memory_budget"), notes.get("_region_activation_memory_budget"))
-    return [value for value in said if isinstance(value, float)]
+    text = (node.meta.get("memory_budget"), notes.get("_region_activation_memory_budget"))
+    return [value for value in text if isinstance(value, float)]
 
 
 def cut_by(

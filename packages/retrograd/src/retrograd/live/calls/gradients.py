@@ -196,7 +196,7 @@ class Accumulator:
             not missing
             and all(self._fitting)
             and self._can_be_added_to(before, variables)
-            and _are_apart(before, grads)
+            and _are_disjoint(before, grads)
         ):
             add_each(before, grads)
             grads.clear()
@@ -239,7 +239,7 @@ def _is_lazy_or_inference(tensor: Grad) -> bool:
     return tensor is not None and (is_lazy(tensor) or tensor.is_inference())
 
 
-def _are_apart(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
+def _are_disjoint(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
     """Whether no two share memory: devices other than the CPU may add them at the same time."""
     tensors = [tensor for tensor in (*totals, *grads) if tensor is not None]
     if all(tensor.is_cpu for tensor in tensors):

@@ -44,7 +44,7 @@ Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
 def cut(
     backward: BackwardGraph,
     opaque: Mapping[fx.Node, str],
-    apart: Mapping[fx.Node, str] | None = None,
+    uncaptured: Mapping[fx.Node, str] | None = None,
     divide: Divide | None = None,
     at_once: bool = False,
 ) -> Schedule:
@@ -57,11 +57,11 @@ def cut(
         divide: divides a run of functional calls into segments; without it, each run is one segment.
         at_once: whether each accumulation ends a segment.
     """
-    apart = apart or {}
-    runs = _Cutter(opaque, apart, divide, at_once).run(backward)
+    uncaptured = uncaptured or {}
+    runs = _Cutter(opaque, uncaptured, divide, at_once).run(backward)
     dying = dying_values([_values_of(run) for run in runs], backward.outputs())
     steps = tuple(
-        _segment(run, gone, apart) if isinstance(run, list) else run
+        _segment(run, gone, uncaptured) if isinstance(run, list) else run
         for run, gone in zip(runs, dying, strict=True)
     )
     return Schedule(steps, dying)
@@ -74,8 +74,8 @@ _Run = list[fx.Node] | OpaqueCall | Accumulation
 class _Cutter:
     """Splits the calls into runs of functional ones and everything else."""
 
-    def __init__(self, opaque: _Reasons, apart: _Reasons, divide: Divide | None, at_once: bool) -> None:
-        self._opaque, self._apart, self._divide, self._at_once = opaque, apart, divide, at_once
+    def __init__(self, opaque: _Reasons, uncaptured: _Reasons, divide: Divide | None, at_once: bool) -> None:
+        self._opaque, self._uncaptured, self._divide, self._at_once = opaque, uncaptured, divide, at_once
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
         self._accumulations: list[Accumulation] = []
@@ -89,7 +89,7 @@ class _Cutter:
                 self._accumulations.append(Accumulation(node))
                 if self._at_once:
                     self._flush()
-            elif node in self._apart:
+            elif node in self._uncaptured:
                 self._flush()
                 run = sorted(reached([node], _taken_from))
                 done.update(run)
@@ -138,12 +138,12 @@ def _values_of(run: _Run) -> Iterator[fx.Node]:
         yield from run.projections
 
 
-def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], apart: Mapping[fx.Node, str]) -> Segment:
+def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], uncaptured: Mapping[fx.Node, str]) -> Segment:
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
     outputs = tuple(node for node in nodes if node not in dying)
     worth = _is_worth_compiling(nodes)
-    return Segment(tuple(nodes), tuple(inputs), outputs, worth, apart.get(nodes[0], ""))
+    return Segment(tuple(nodes), tuple(inputs), outputs, worth, uncaptured.get(nodes[0], ""))
 
 
 def _is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.engine import Kept
+from retrograd.engine import CacheEntry
 from retrograd.graph.backward_graph import (
     AotBackward,
     AotCall,
@@ -178,8 +178,8 @@ class BackwardRecorder:
 
     # the end
 
-    def finish(self, outputs: list[Value]) -> Kept:
+    def finish(self, outputs: list[Value]) -> CacheEntry:
         graph, node_calls = self._calls.graph, tuple(self._calls.node_calls)
         graph.output(tuple(self._calls.captured(self._compiled.moved.get(value, value)) for value in outputs))
         backward = BackwardGraph(graph, node_calls, self._needs_engine_frame, self._inlined)
-        return Kept(self._finished(backward))
+        return CacheEntry(self._finished(backward))

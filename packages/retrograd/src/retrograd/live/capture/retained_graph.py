@@ -241,10 +241,10 @@ def _release_executed(
     """
     live, request = backward.asked_graph, backward.request
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
-    apart = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
+    separate = {i for i, node in enumerate(live.nodes) if id(node.handle) in handles}
     begun = already_run
     executed = executed_nodes(live, backward.asked.accumulate_grad)
-    groups = _levels(live, executed & _done(backward) if is_cut_short else executed, apart)
+    groups = _levels(live, executed & _done(backward) if is_cut_short else executed, separate)
     for level, group in reversed(list(enumerate(groups))):
         if not group:
             continue
@@ -274,8 +274,9 @@ def _never_run(request: EngineRequest) -> EngineProtocol:
     return EngineProtocol(BackwardRecorder(partial(CapturedBackward, backward=LiveBackward(request))))
 
 
-def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[set[int]]:
-    """The `executed` nodes without those `apart`, by the largest number of nodes apart on a path to them: no
+def _levels(live: LiveGraph, executed: set[int], separate: set[int]) -> Sequence[set[int]]:
+    """The `executed` nodes without those `separate`, by the largest number of nodes apart on a path to them:
+    no
     path between two nodes of one level contains a node that is apart."""
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
@@ -283,9 +284,9 @@ def _levels(live: LiveGraph, executed: set[int], apart: set[int]) -> Sequence[se
             continue
         for edge in live.nodes[i].edges:
             if edge is not None:
-                level[edge.node] = max(level[edge.node], level[i] + (i in apart))
+                level[edge.node] = max(level[edge.node], level[i] + (i in separate))
     groups: list[set[int]] = [set() for _ in range(max(level.values(), default=0) + 1)]
-    for i in executed - apart:
+    for i in executed - separate:
         groups[level[i]].add(i)
     return groups
 

@@ -108,10 +108,10 @@ class CompiledFunctions:
                 chain.append(grad)
                 grad = self._calls.before_hooks[grad]
             bare.append(grad)
-            late.append([functools.partial(self._hook_again, node, slot) for node in reversed(chain)])
+            late.append([functools.partial(self._repeat_hook, node, slot) for node in reversed(chain)])
         return bare, late
 
-    def _hook_again(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
+    def _repeat_hook(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
         """Call the hook of `hook`, on output `slot`, with `value` instead."""
         target: Any = hook.target if value is not None else user_code.call_hook_of_unreached
         call = replace(call_of(hook), step=step, enters=slot)
@@ -188,9 +188,9 @@ class _Steps:
             gradient = self._gradients[i]
             if isinstance(gradient, fx.Node) and gradient.target is operator.getitem:
                 results.setdefault(gradient.args[0], []).append(i)  # type: ignore[arg-type]
-        for together in results.values():
-            places = sorted(map(ordered.index, together))
-            by_result = sorted(together, key=lambda i: self._gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
+        for joined in results.values():
+            places = sorted(map(ordered.index, joined))
+            by_result = sorted(joined, key=lambda i: self._gradients[i].args[1])  # type: ignore[union-attr,arg-type,return-value]
             for place, i in zip(places, by_result, strict=True):
                 ordered[place] = i
         return ordered

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.backends.background import Later, begin, is_taken
+from retrograd.backends.background import PendingCode, begin, is_taken
 from retrograd.backends.base import Backend, Boxed
 from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
@@ -61,7 +61,7 @@ class Lowered:
     border: SubclassBorder | None
     has_run: bool = False
     is_deterministic: bool = False
-    later: Later | None = None
+    pending: PendingCode | None = None
 
     def guards(self) -> str:
         """What must hold, for the report."""
@@ -255,19 +255,21 @@ class Lowerer:
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
         with self._fn.log.stage("trace"):
-            noted = functools.partial(self._fn.through, around=self._noted)
-            run_flat = noted if border is None else border.flattened(noted)
+            recorded = functools.partial(self._fn.through, around=self._recorded)
+            run_flat = recorded if border is None else border.flattened(recorded)
             traced = _traced(self._fn, self._symbolic, run_flat, args)
             self._raised_in = None
         graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
-        run, later = _code(self._fn, traced)
-        return Lowered(guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, later=later)
+        run, pending = _code(self._fn, traced)
+        return Lowered(
+            guard, ThreadModes.now(), run, traced.fed, traced.given, graph, border, pending=pending
+        )
 
     @contextmanager
-    def _noted(self, node: fx.Node) -> Iterator[None]:
+    def _recorded(self, node: fx.Node) -> Iterator[None]:
         """Around the tracing of a call: its ATen nodes name the autograd node; if it raises, it is known."""
-        with self._fn.log.node_noted(node):
+        with self._fn.log.node_recorded(node):
             try:
                 yield
             except Exception:
@@ -281,13 +283,13 @@ class Lowerer:
 
     def has_code(self, lowered: Lowered) -> bool:
         """Whether the code is there, also if it was to be compiled in the background."""
-        later = lowered.later
-        if later is not None and is_taken(later):
-            if (error := later.exception()) is not None:
+        pending = lowered.pending
+        if pending is not None and is_taken(pending):
+            if (error := pending.exception()) is not None:
                 self.give_up(first_line(error), error)
             else:
-                lowered.run, lowered.later = later.result(), None
-        return lowered.later is None
+                lowered.run, lowered.pending = pending.result(), None
+        return lowered.pending is None
 
     def stop(self, because: str, reason: Reason | None = None) -> None:
         """Interpret the function from now on."""
@@ -321,7 +323,7 @@ def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence
         return trace(run, args, None, decompositions)
 
 
-def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
+def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, PendingCode | None]:
     """The backend's code, or the promise of it.
 
     Code is not compiled in the background where determinism is asked for, because runs must not differ.
@@ -329,8 +331,8 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, Later | None]:
     compile = functools.partial(_compiled, how, traced, bool(ThreadModes.autocast_now()))
     patience = how.config.patience
     if patience is not None and not torch.get_deterministic_debug_mode():
-        later = begin(compile, patience)
-        return (later.result(), None) if is_taken(later) else (_not_there, later)
+        pending = begin(compile, patience)
+        return (pending.result(), None) if is_taken(pending) else (_not_there, pending)
     with how.log.stage("compile"):
         return compile(), None
 

@@ -101,7 +101,7 @@ class _Fused:
             self._attempts += 1
             graphs = dict.fromkeys(lowered.graph for _, lowered in ran)
             code = self._join([partial(_run_code, runner, lowered) for runner, lowered in ran])
-            recorded = _Recorded(guard, modes, graphed(code, *graphs, tell=self._log.noted))
+            recorded = _Recorded(guard, modes, graphed(code, *graphs, tell=self._log.recorded))
             self._recorded = [recorded, *self._recorded][:MOST_RECORDED]
         return results
 

@@ -317,11 +317,11 @@ def _is_only_for_post_hooks(accumulation: fx.Node) -> bool:
     """Whether the plan keeps the gradient for nothing but the post hooks of this AccumulateGrad node."""
     grad = accumulation.args[1]
     assert isinstance(grad, fx.Node)
-    later = [user for user in grad.users if accumulation < user]
+    remaining = [user for user in grad.users if accumulation < user]
     own = call_of(accumulation).node_call
     return all(
         user.op == "call_function"
         and call_of(user).hook is HookKind.NODE_POST
         and call_of(user).node_call == own
-        for user in later
+        for user in remaining
     )

@@ -126,7 +126,7 @@ class SegmentRunner:
         if not self.fn.config.cudagraphs:
             return lowered.run
         if lowered not in self._graphed:
-            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self.fn.log.noted)
+            self._graphed[lowered] = graphed(lowered.run, lowered.graph, tell=self.fn.log.recorded)
         return self._graphed[lowered]
 
 

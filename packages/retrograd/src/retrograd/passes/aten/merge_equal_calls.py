@@ -49,9 +49,9 @@ def merge_equal_calls(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
     visible = set(reached((one for one in results if isinstance(one, fx.Node)), aliased_inputs))
     place = {node: i for i, node in enumerate(gm.graph.nodes) if node.op == "call_function"}
     equal = _equal_calls([node for node in place if node not in visible and _may_be_merged(node)])
-    apart = [_merged(calls, place) for calls in equal]
+    separate = [_merged(calls, place) for calls in equal]
     if not any(map(is_mutating, place)):
-        _merge_far(gm.graph, [calls for calls in apart if len(calls) > 1])
+        _merge_far(gm.graph, [calls for calls in separate if len(calls) > 1])
     return gm
 
 
