@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from retrograd.aot.kept import expect
+from retrograd.aot.partition_cache import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config, check, checked

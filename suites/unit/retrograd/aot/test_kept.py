@@ -21,7 +21,7 @@ import torch._inductor.config
 from torch import nn
 
 from retrograd.aot import JointGraph, capture
-from retrograd.aot.export import FIELDS
+from retrograd.aot.graph_files import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
 from retrograd.serialize import packed, unpacked
@@ -299,7 +299,7 @@ def test_a_second_process_does_not_read_graphs_that_repeat_themselves(
         graphs.clear()
 
     change(_only_file(folder), none)
-    monkeypatch.setattr("retrograd.aot.kept_file.capture", None)
+    monkeypatch.setattr("retrograd.aot.partition_file.capture", None)
     assert all(map(torch.equal, first, in_a_new_process(deep, **DEEP)))
     assert counted() == (1, 1, 0)
 
@@ -323,7 +323,7 @@ def test_a_graph_is_read_or_captured_again_where_what_is_saved_lies_otherwise(
         return capture(*args, **options)
 
     monkeypatch.setattr("retrograd.aot.run.region.laid_out_like", lies_otherwise)
-    monkeypatch.setattr("retrograd.aot.kept_file.capture", noted)
+    monkeypatch.setattr("retrograd.aot.partition_file.capture", noted)
     assert all(map(torch.equal, first, in_a_new_process(deep, **DEEP)))
     assert counted() == (1, 1, 0)
     assert transposed
@@ -331,7 +331,7 @@ def test_a_graph_is_read_or_captured_again_where_what_is_saved_lies_otherwise(
 
 
 def test_a_second_process_does_not_hold_what_the_first_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrograd.aot.released.FEWEST_BYTES", 1)
+    monkeypatch.setattr("retrograd.aot.droppable.FEWEST_BYTES", 1)
     mask, held = torch.arange(24).view(4, 6) % 2 > 0, list[bool]()
 
     def gated(x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +376,7 @@ def test_no_unfinished_file_is_left(folder: Path, monkeypatch: pytest.MonkeyPatc
     def full(*args: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("retrograd.aot.kept.os.replace", full)
+    monkeypatch.setattr("retrograd.aot.partition_cache.os.replace", full)
     in_a_new_process(gelu)
     assert list(folder.glob("*/*")) == []
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from retrograd import aot
-from retrograd.aot.parts import overwritten_unread
+from retrograd.aot.extraction import overwritten_unread
 from retrograd.backends.inductor import decompositions
 from retrograd.errors import OptionError, VerificationError
 from retrograd.graph.joint import Gradient

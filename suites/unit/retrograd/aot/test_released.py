@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 from retrograd import aot
-from retrograd.aot import released
+from retrograd.aot import droppable as released
 from retrograd.errors import CaptureError
 from unit.retrograd.aot.against_eager import leaf, tensor
 

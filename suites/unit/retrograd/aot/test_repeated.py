@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
 from retrograd.aot import repeated
-from retrograd.aot.capture import JointGraph, capture_divided
+from retrograd.aot.joint_capture import JointGraph, capture_divided
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend, InductorBackend
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState
@@ -53,7 +53,7 @@ def _state_of(program: Program, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> C
         return capture_divided(state, manner)
 
     with monkeypatch.context() as patched:
-        patched.setattr(importlib.import_module("retrograd.aot.compile"), "capture_graph", capture)
+        patched.setattr(importlib.import_module("retrograd.aot.compiler"), "capture_graph", capture)
         torch._dynamo.reset()
         torch.compile(program, backend="retrograd", options={"backend": lambda gm, _: gm})(x)
     (state,) = found

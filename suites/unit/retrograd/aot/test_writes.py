@@ -8,7 +8,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.aot.writes import writing_ahead
+from retrograd.aot.reinplacing import writing_ahead
 from retrograd.backends.registry import AtenBackend
 from retrograd.errors import Refusal
 from retrograd.repeats.divide import divided

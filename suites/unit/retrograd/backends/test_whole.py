@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from retrograd.backends.whole import TierUp
+from retrograd.backends.tier_up import TierUp
 from retrograd.events import counters
 
 Code = Callable[[list[Any]], Sequence[Any]]

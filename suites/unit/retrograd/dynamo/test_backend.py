@@ -25,7 +25,7 @@ from retrograd.dynamo import config_of, graph_function, list_mode_options, list_
 from retrograd.errors import CaptureError, FallbackWarning, OptionError
 from retrograd.report import process_report
 
-stages = importlib.import_module("retrograd.aot.compile")  # its package has a function of that name
+stages = importlib.import_module("retrograd.aot.compiler")  # its package has a function of that name
 
 EAGER = {"backend": "eager"}
 STRICT = {"backend": "eager", "strict": True}

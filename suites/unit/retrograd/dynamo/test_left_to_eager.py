@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd.dynamo import keep_eager
+from retrograd.dynamo import eager_breaks as keep_eager
 
 
 def compiled(fn, **options):

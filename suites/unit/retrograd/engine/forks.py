@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import retrograd
-from retrograd.engine.entering import window
+from retrograd.engine.stock_entry import window
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.process import ForkSafeLock
 from unit.retrograd.programs import Square, leaf

@@ -20,8 +20,8 @@ import torch
 
 import retrograd
 from retrograd.engine.collection import run_stock
-from retrograd.engine.entering import Window, window
 from retrograd.engine.request import EngineRequest
+from retrograd.engine.stock_entry import Window, window
 from retrograd.errors import Refusal
 from retrograd.live.capture.recorder import BackwardRecorder
 from unit.retrograd.engine import forks

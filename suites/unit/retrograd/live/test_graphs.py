@@ -12,9 +12,9 @@ from torch import Tensor
 import retrograd
 from retrograd.engine.request import LiveBackward
 from retrograd.graph.backward_graph import BackwardGraph, readable
-from retrograd.live.capture.cut import cut
+from retrograd.live.capture.segments import cut
 from retrograd.live.captured import CapturedBackward
-from retrograd.passes.lay_out_like_eager import verify_layout
+from retrograd.passes.eager_layout import verify_layout
 from unit.retrograd.programs import leaf
 
 

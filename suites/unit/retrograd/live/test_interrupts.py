@@ -19,7 +19,7 @@ from gradparity.checks.interrupts import Run, deliver, engine_is_free, switches
 from retrograd import process
 from retrograd.engine import graph_task, under_way
 from retrograd.engine.collection import _collection, _replaced
-from retrograd.engine.entering import window
+from retrograd.engine.stock_entry import window
 from retrograd.facts import patches
 from retrograd.live import contexts
 

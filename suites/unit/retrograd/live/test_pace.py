@@ -13,7 +13,7 @@ import retrograd
 from retrograd import policy
 from retrograd.backends.registry import AtenBackend
 from retrograd.live.session import Session
-from retrograd.specialize import pace
+from retrograd.specialize import profitability as pace
 
 pytestmark = pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 

@@ -10,11 +10,11 @@ later.
 
 from __future__ import annotations
 
-from retrograd.aot.capture import JointGraph, capture
-from retrograd.aot.compile import compile
-from retrograd.aot.export import export, load
-from retrograd.aot.function import AotFunction, AotModule, function, module
-from retrograd.aot.partition import partition
+from retrograd.aot.compiler import compile
+from retrograd.aot.graph_files import export, load
+from retrograd.aot.joint_capture import JointGraph, capture
+from retrograd.aot.partitioner import partition
+from retrograd.aot.staged_function import AotFunction, AotModule, function, module
 from retrograd.aot.state import create_state
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from retrograd.aot.held import MOST_ITEMS, OF_ALL_MODULES, may_hide, unchanged
+from retrograd.aot.tracer_leaks import MOST_ITEMS, OF_ALL_MODULES, may_hide, unchanged
 from retrograd.errors import CaptureError, not_representable
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.structure import is_same

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.capture import JointGraph, capture_divided
+from retrograd.aot.extraction import extract
+from retrograd.aot.joint_capture import JointGraph, capture_divided
 from retrograd.aot.modules import ModuleState
-from retrograd.aot.parts import extract
 from retrograd.aot.state import state_of_flat
 from retrograd.aot.trace.structure import Structure
 from retrograd.errors import CaptureError, Refusal

@@ -9,9 +9,9 @@ the distribution is not installed.
 from __future__ import annotations
 
 from retrograd.dynamo.backend import RetrogradBackend, config_of, list_mode_options, list_options, retrograd
+from retrograd.dynamo.eager_breaks import watch_dynamo
 from retrograd.dynamo.frames import register_once
-from retrograd.dynamo.keep_eager import watch_dynamo
-from retrograd.dynamo.keep_whole import keep_calls_whole
+from retrograd.dynamo.opaque_functions import keep_calls_whole
 from retrograd.dynamo.step import CompiledStep, StepReport, compile_step
 from retrograd.dynamo.wrappers import keep_hooks_of_wrappers
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.aot.compile import find_named
-from retrograd.aot.function import AotFunction
+from retrograd.aot.compiler import find_named
+from retrograd.aot.staged_function import AotFunction
 from retrograd.backends.inductor import settings
 from retrograd.backends.registry import InductorBackend
 from retrograd.config import Config
@@ -29,7 +29,7 @@ from retrograd.dynamo.frames import (
 )
 from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.dynamo.left_to_python import is_left_in_forward_mode
-from retrograd.dynamo.pieces import kernels_of_small_piece
+from retrograd.dynamo.small_subgraphs import kernels_of_small_piece
 from retrograd.errors import CaptureError, OptionError
 from retrograd.report import GraphReport, Report, process_report, reason_of
 

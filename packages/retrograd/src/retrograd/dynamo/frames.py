@@ -12,7 +12,7 @@ More guards go among those that Dynamo is about to install, or has installed for
 - for an environment variable that was asked for and not found: a key that is missing leaves no guard;
 - for what a gradient is that an optimizer reads: Dynamo asks only whether there is one;
 - for the level of forward-mode differentiation, inside which frames are left to Python;
-- for hooks of modules that are set later, see `keep_eager`.
+- for hooks of modules that are set later, see `eager_breaks`.
 
 In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that
 Dynamo traced with, so that no tensor is made fake a second time; guards, which Dynamo installs with its own.
@@ -51,7 +51,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from retrograd.dynamo.keep_eager import guard_module_hooks
+from retrograd.dynamo.eager_breaks import guard_module_hooks
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
 from retrograd.trace import hint_of, is_fake

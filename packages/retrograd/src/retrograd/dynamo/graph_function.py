@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.compile import run_stages
+from retrograd.aot.compiler import run_stages
 from retrograd.aot.modules import ModuleState
 from retrograd.aot.repeated import GraphCall
 from retrograd.aot.run.call import CompiledFunction

@@ -31,7 +31,7 @@ from retrograd.process import restored_on_error
 from retrograd.report import Report, process_report
 from retrograd.runtime.cuda import unused_memory_returned
 from retrograd.runtime.modes import compile_stance
-from retrograd.specialize.pace import Pace
+from retrograd.specialize.profitability import Pace
 from retrograd.trace import is_tracing_here
 
 _STEP = callable, "a function that makes a training step"

@@ -20,7 +20,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import DelayGraphBreakVariable
 
-from retrograd.dynamo.keep_eager import HOOKS_OF_A_MODULE, backend_keeps_eager, keeps_eager
+from retrograd.dynamo.eager_breaks import HOOKS_OF_A_MODULE, backend_keeps_eager, keeps_eager
 from retrograd.facts.patches import handle
 
 #: says how Dynamo was called. It is a closure, which nobody can pickle.

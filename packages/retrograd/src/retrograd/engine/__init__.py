@@ -15,7 +15,6 @@ from retrograd.engine.collection import (
     run_stock,
     stock_compiler_off,
 )
-from retrograd.engine.entering import window
 from retrograd.engine.function_code import (
     PurityAnalysis,
     methods_of,
@@ -33,6 +32,14 @@ from retrograd.engine.graph_task import (
     run_in_graph_task,
     watch_hooks,
     watching,
+)
+from retrograd.engine.leaf_order import (
+    OrderedLeaves,
+    beginning_of,
+    last_turn,
+    nodes_outside_regions,
+    steps_in_turns,
+    take_turns,
 )
 from retrograd.engine.nodes import (
     Versions,
@@ -79,14 +86,7 @@ from retrograd.engine.saved import (
     saved_tensors_of,
     saves_tensors,
 )
-from retrograd.engine.turns import (
-    OrderedLeaves,
-    beginning_of,
-    last_turn,
-    nodes_outside_regions,
-    steps_in_turns,
-    take_turns,
-)
+from retrograd.engine.stock_entry import window
 from retrograd.engine.under_way import (
     answer_queries,
     answering,

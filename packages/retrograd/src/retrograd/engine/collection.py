@@ -24,7 +24,7 @@ from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._dynamo import compiled_autograd as stock
 from torch._dynamo.utils import counters as dynamo_counters
 
-from retrograd.engine.entering import stock_run_backward, window
+from retrograd.engine.stock_entry import stock_run_backward, window
 from retrograd.errors import Refusal
 from retrograd.process import forgotten_by_reset, restore_after_errors
 

@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retrograd.engine.collection import call_engine
-from retrograd.engine.entering import window
 from retrograd.engine.request import EngineRequest
+from retrograd.engine.stock_entry import window
 from retrograd.errors import Escape
 from retrograd.facts.patches import Handler, handle
 from retrograd.facts.releases import unseen

@@ -1,7 +1,7 @@
 """What capture recorded of one backward, as an FX graph of typed calls, and the steps that it is cut into.
 
-In: built by ``live.capture`` in the order in which the engine walked; cut by ``live.capture.cut``. Out: read
-by the scheduling pass, which returns another `BackwardGraph` in eager order, and by ``live.run.plan``.
+In: built by ``live.capture`` in the order in which the engine walked; cut by ``live.capture.segments``. Out:
+read by the scheduling pass, which returns another `BackwardGraph` in eager order, and by ``live.run.plan``.
 
 Placeholders stand for tensors lifted out of the autograd graph (``input_i``), sizes that have changed
 (``size_i``), lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed

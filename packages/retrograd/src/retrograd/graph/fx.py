@@ -50,7 +50,7 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
-#: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.released`).
+#: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.droppable`).
 SAVED_FOR = "saved_for"
 #: of a node of a joint graph: the regions for which eager saves its value, or one that shows the same memory.
 KEPT_FOR = "kept_for"

@@ -41,7 +41,7 @@ from retrograd.process import Recent, restored_on_error
 from retrograd.report import BackwardReport, Report, tell, told_to
 from retrograd.runtime.cuda import in_order_with_streams, side_streams
 from retrograd.runtime.profiler import event
-from retrograd.specialize.pace import Pace
+from retrograd.specialize.profitability import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
 _Paces = dict[Hashable, Pace]

@@ -3,6 +3,13 @@
 In: functions and the tensors they are called with. Out: ATen graphs, and what they assume.
 """
 
+from retrograd.trace.activation_checkpoint import (
+    CALL_OF_BLOCK,
+    checkpoints_inlined,
+    checkpoints_marked,
+    draws_repeated,
+    run_graph,
+)
 from retrograd.trace.blocks import (
     BlockCopy,
     BlockInput,
@@ -61,11 +68,4 @@ from retrograd.trace.graph_tracer import (
     trace,
 )
 from retrograd.trace.input_guards import InputGuard, changed_sizes
-from retrograd.trace.interpret import (
-    CALL_OF_BLOCK,
-    checkpoints_inlined,
-    checkpoints_marked,
-    draws_repeated,
-    run_graph,
-)
 from retrograd.trace.watched import Watched, errors_uncaught

@@ -25,10 +25,10 @@ from retrograd.errors import Refusal
 from retrograd.graph.fx import KEPT_FOR, is_operator_overload
 from retrograd.runtime.modes import ThreadModes, torch_functions_off
 from retrograd.runtime.tensor import storage_of
+from retrograd.trace.activation_checkpoint import CALL_OF_BLOCK, HANDED_ON
 from retrograd.trace.fakes import Form, fake_of_form, form_of
 from retrograd.trace.functional import plain, to_functional
 from retrograd.trace.graph_tracer import GraphTracer, tracer_here
-from retrograd.trace.interpret import CALL_OF_BLOCK, HANDED_ON
 
 #: entries of metadata that are of the place where a node is written.
 _OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", KEPT_FOR, *HANDED_ON}

@@ -6,7 +6,7 @@ the engine runs the regions, and hands on gradients, in eager's order.
 
 A region's node is applied after those of the regions that take gradients from it, so that its sequence number
 is lower. Leaves that only one region reaches, and that get their gradients right after it, get them in
-*turns* (see `engine.turns`). Any other leaf whose gradient must wait has a *barrier*: an alias, made
+*turns* (see `engine.leaf_order`). Any other leaf whose gradient must wait has a *barrier*: an alias, made
 at its place in the order, through which the engine passes when the turn has come.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from retrograd.aot.run.frame import Epilogue, FrameLayout, picker
 from retrograd.aot.run.region import RegionCode
+from retrograd.aot.run.value_table import Epilogue, FrameLayout, picker
 from retrograd.engine import OrderedLeaves, entry_of, last_turn, take_turns
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition

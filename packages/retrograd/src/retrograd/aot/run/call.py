@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from retrograd.aot.run.attach import Attaching
-from retrograd.aot.run.frame import Epilogue, FrameLayout, rebuilder
-from retrograd.aot.run.lower_half import is_ready, still_compiling
+from retrograd.aot.run.eager_rerun import ReplayRecord, stand_in
+from retrograd.aot.run.first_run_copies import WrittenAhead
+from retrograd.aot.run.lowering import is_ready, still_compiling
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.rerun import ReplayRecord, stand_in
-from retrograd.aot.run.written_ahead import WrittenAhead
+from retrograd.aot.run.value_table import Epilogue, FrameLayout, rebuilder
 from retrograd.backends.base import Boxed
 from retrograd.engine import versions_of, writes_in_place
 from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.capture import capture_divided
-from retrograd.aot.parts import extract, finished_backward, gradients_of, is_backward, needed_between
+from retrograd.aot.extraction import extract, finished_backward, gradients_of, is_backward, needed_between
+from retrograd.aot.joint_capture import capture_divided
 from retrograd.errors import RetrogradError
 from retrograd.graph.fx import has_effect, is_symbolic
 from retrograd.graph.joint import cotangent_name, cotangents_reaching

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd.aot.droppable import RestoreSaved
 from retrograd.aot.modules import are_all_modules_hooked
-from retrograd.aot.released import RestoreSaved
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
-from retrograd.aot.run.lower_half import begin_in_processes, is_ready, still_compiling
-from retrograd.aot.run.record_half import lower_half, may_replay
-from retrograd.aot.run.rerun import rerun_region, why_not_rerun
+from retrograd.aot.run.eager_rerun import rerun_region, why_not_rerun
+from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
+from retrograd.aot.run.recording import lower_half, may_replay
 from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config

@@ -39,7 +39,7 @@ from retrograd.graph.backward_graph import (
     call_of,
     source_of,
 )
-from retrograd.live.capture.cut import changing_numbers, cut
+from retrograd.live.capture.segments import changing_numbers, cut
 from retrograd.live.run.fused_segments import fused
 from retrograd.live.run.generated_source import GeneratedSource, PlanLayout
 from retrograd.live.run.mid_backward_hooks import rest_with_changes

@@ -18,8 +18,8 @@ from torch import fx
 
 from retrograd.errors import OptionError, PassError, VerificationError, name_of
 from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
-from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
-from retrograd.passes.aten.remove_dead_code import remove_dead_code
+from retrograd.passes.aten.dead_code import remove_dead_code
+from retrograd.passes.aten.equal_calls import merge_equal_calls
 
 #: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
 JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]

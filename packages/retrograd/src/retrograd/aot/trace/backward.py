@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.released import Droppable, releasable
+from retrograd.aot.droppable import Droppable, releasable
 from retrograd.aot.trace.analyse import Analysis, TracedValue, stand_in
 from retrograd.aot.trace.enter import Inputs, new_input
 from retrograd.aot.trace.structure import RegionNodes, Structure, divide

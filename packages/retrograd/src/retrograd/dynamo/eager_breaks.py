@@ -14,7 +14,7 @@ wants eager kept, and breaks of the graph for it; and
 - a parameter of an optimizer keeps its class. Dynamo guards its address and writes it into the graph as a
   plain tensor, of which ``isinstance`` is false.
 
-`keep_whole` keeps each ``autograd.Function`` whole in this way.
+`opaque_functions` keeps each ``autograd.Function`` whole in this way.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.parts import elements_read, extract, is_number
+from retrograd.aot.extraction import elements_read, extract, is_number
 from retrograd.aot.trace.enter import Inputs
 from retrograd.backends.registry import EagerBackend
 from retrograd.engine import put_in_place, saved_tensors_of

@@ -121,7 +121,7 @@ def checkpoints_inlined(
 
 def draws_repeated() -> AbstractContextManager[None]:
     """Inside, checkpoints in a graph of Dynamo's that runs as it is draw the same numbers again. Torch leaves
-    that to Inductor. Those that draw others are in no graph: `keep_whole` breaks it there."""
+    that to Inductor. Those that draw others are in no graph: `opaque_functions` breaks it there."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         given, named = redrawing(args, kwargs)

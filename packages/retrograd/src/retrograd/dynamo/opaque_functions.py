@@ -38,7 +38,7 @@ from torch._guards import Guard
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses import FakeTensor
 
-from retrograd.dynamo.keep_eager import Watch, break_graph, differentiate, keeps_eager, sample
+from retrograd.dynamo.eager_breaks import Watch, break_graph, differentiate, keeps_eager, sample
 from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo

@@ -17,7 +17,7 @@ from retrograd.backends.background import PendingCode, begin, is_taken
 from retrograd.backends.base import Answer, Backend, Boxed, GraphKind
 from retrograd.backends.fallible import compile_fallible
 from retrograd.backends.processes import is_done
-from retrograd.backends.whole import TierUp
+from retrograd.backends.tier_up import TierUp
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import unrecordable_calls
 from retrograd.errors import Reason, Refusal

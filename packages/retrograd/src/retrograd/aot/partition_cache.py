@@ -3,7 +3,7 @@
 In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
 earlier process made of the same, or None; a file for the next process.
 
-`kept_file` says what a file holds. Reading it runs nothing that stands there. It stands beside Inductor's
+`partition_file` says what a file holds. Reading it runs nothing that stands there. It stands beside Inductor's
 files, and whatever keeps Inductor from using its cache holds here as well. It is written under another name
 first, so that no process sees half of it. What cannot be written is not kept, and what is read as another
 graph is not used.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.kept_file import name_graphs, read_partition, serialize_partition
+from retrograd.aot.partition_file import name_graphs, read_partition, serialize_partition
 from retrograd.backends import processes
 from retrograd.backends.inductor import cache_folder, environment, patched, replacing
 from retrograd.backends.registry import InductorBackend, find_backend

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrograd.aot.extraction import leaves_sharing
 from retrograd.aot.modules import FlatCall
-from retrograd.aot.parts import leaves_sharing
 from retrograd.aot.trace.analyse import Analysis
-from retrograd.aot.trace.differentiate import differentiate
+from retrograd.aot.trace.backward import differentiate
 from retrograd.aot.trace.enter import Inputs, InputWrapping
 from retrograd.aot.trace.structure import Structure
 from retrograd.config import SWITCH, checked
@@ -36,8 +36,8 @@ from retrograd.graph.fx import copied_module, replace_by_equal
 from retrograd.graph.joint import Boundary, Cotangent, JointSignature, Output, rendered
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, JointValues
 from retrograd.passes.aten import AnyPass, PassReport, pass_named, run_passes
-from retrograd.passes.aten.merge_equal_calls import merge_equal_calls
-from retrograd.passes.aten.remove_dead_code import remove_dead_code
+from retrograd.passes.aten.dead_code import remove_dead_code
+from retrograd.passes.aten.equal_calls import merge_equal_calls
 from retrograd.runtime import pytree
 from retrograd.runtime.modes import Autocast, autocast_off
 from retrograd.trace import (
@@ -109,7 +109,7 @@ class JointGraph(JointValues):
 
 @checked(
     state=(CaptureState, "what aot.create_state returned"),
-    **dict.fromkeys(("single_region", "split_at_leaf_grads", "sums_apart"), SWITCH),
+    **dict.fromkeys(("single_region", "split_at_leaf_grads", "separate_sums"), SWITCH),
 )
 def capture(
     state: CaptureState,
@@ -129,7 +129,7 @@ def capture(
         split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these
             gradients one by one and they need not all exist at once. The bits stay the same, and each piece
             costs a call.
-        sums_apart: hand over the contributions to the gradient of one input one by one, so that they are
+        separate_sums: hand over the contributions to the gradient of one input one by one, so that they are
             added in eager's order to those of other functions. They occupy memory until the region ends.
         layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
             are dense; otherwise they are contiguous.

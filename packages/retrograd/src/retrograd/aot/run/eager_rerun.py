@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from retrograd.aot.extraction import gradients_of, primals_read
 from retrograd.aot.modules import FlatCall
-from retrograd.aot.parts import gradients_of, primals_read
-from retrograd.aot.run.meeting import meet
-from retrograd.aot.trace.differentiate import RegionInterpreter
+from retrograd.aot.run.contributions import meet
+from retrograd.aot.trace.backward import RegionInterpreter
 from retrograd.aot.trace.enter import enter_as
 from retrograd.aot.trace.structure import Structure, divide
 from retrograd.engine import (
@@ -114,7 +114,7 @@ def rerun_region(
         CaptureError: the function took another way than at capture.
         RuntimeError: an input was changed in place since the call, in eager's words.
     """
-    call = ctx.replayed
+    call = ctx.replay_record
     if (error := why_not_rerun(joint, number, call)) is not None:
         raise error
     differentiable = torch.is_grad_enabled()

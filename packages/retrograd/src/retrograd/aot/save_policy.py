@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from retrograd.aot.parts import (
+from retrograd.aot.extraction import (
     Memory,
     copied_call,
     is_backward,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.run.lower_half import is_ready, lower
+from retrograd.aot.run.lowering import is_ready, lower
 from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import Values

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.aot.capture import JointGraph, capture
-from retrograd.aot.export import read_trace, serialize_trace
-from retrograd.aot.partition import partition
-from retrograd.aot.writes import writing_ahead
+from retrograd.aot.graph_files import read_trace, serialize_trace
+from retrograd.aot.joint_capture import JointGraph, capture
+from retrograd.aot.partitioner import partition
+from retrograd.aot.reinplacing import writing_ahead
 from retrograd.config import Policy
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from retrograd.aot.trace.differentiate import RegionInterpreter, added
+from retrograd.aot.trace.backward import RegionInterpreter, added
 from retrograd.engine import backward_number, will_execute
 from retrograd.graph.eager_order import Edge
 
@@ -54,7 +54,7 @@ def meet(ctx: Any, walk: RegionInterpreter) -> None:
     waiting, seen = [ctx], set[int]()
     while waiting:
         one = waiting.pop()
-        if one is None or getattr(one, "again", None) is not ctx.replay_record or one.run.number in seen:
+        if one is None or getattr(one, "replay_record", None) is not ctx.replay_record or one.run.number in seen:
             continue
         seen.add(one.run.number)
         one.meeting = one.meeting or Meeting()

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.capture import JointGraph, capture_divided
-from retrograd.aot.kept import KeptPartition, kept_partition
+from retrograd.aot.joint_capture import JointGraph, capture_divided
 from retrograd.aot.modules import FlatCall
-from retrograd.aot.partition import partition
+from retrograd.aot.partition_cache import KeptPartition, kept_partition
+from retrograd.aot.partitioner import partition
+from retrograd.aot.reinplacing import writing_ahead
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
-from retrograd.aot.run.lower_half import begin_in_processes
-from retrograd.aot.run.record_half import lower_half
+from retrograd.aot.run.lowering import begin_in_processes
+from retrograd.aot.run.recording import lower_half
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.writes import writing_ahead
 from retrograd.backends.base import GraphKind
 from retrograd.backends.registry import find_backend
 from retrograd.config import SWITCH, Config, check, checked

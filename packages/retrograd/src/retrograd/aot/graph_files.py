@@ -20,7 +20,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from retrograd.aot.capture import JointGraph
+from retrograd.aot.joint_capture import JointGraph
 from retrograd.config import checked
 from retrograd.errors import (
     CaptureError,
@@ -58,7 +58,7 @@ FIELDS = tuple(
     if one.name not in ("state", "gm", "out_spec", "offsets_matter", "options")
 )
 #: what of the `CaptureOptions`. What else there is matters only to a capture, and a file holds no function.
-_OPTIONS = ("single_region", "split_at_leaf_grads", "sums_apart")
+_OPTIONS = ("single_region", "split_at_leaf_grads", "separate_sums")
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.parts import (
+from retrograd.aot.droppable import released
+from retrograd.aot.extraction import (
     Memory,
     backward_nodes,
     copied_call,
@@ -28,8 +29,7 @@ from retrograd.aot.parts import (
     overwritten_unread,
     read_by_backward,
 )
-from retrograd.aot.released import released
-from retrograd.aot.saved import choose_saved
+from retrograd.aot.save_policy import choose_saved
 from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
 from retrograd.graph.fx import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrograd.aot.compile import find_named, run_stages
+from retrograd.aot.compiler import find_named, run_stages
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
