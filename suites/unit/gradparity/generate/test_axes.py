@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradparity.generate.plain import Plain
 from torch.utils._pytree import tree_leaves
 
 from gradparity.case import Case
@@ -17,7 +16,7 @@ from gradparity.generate import draw as drawing
 from gradparity.generate.draw import drawn
 from gradparity.generate.load import body_of
 from gradparity.generate.script import Script
-from gradparity.observe import observe
+from gradparity.observe import Observed, observe
 
 COUNT = 60
 
@@ -55,7 +54,7 @@ def test_an_axis_is_usual(axis: str) -> None:
     assert found >= least * COUNT
 
 
-class Watching(Plain):
+class Watching(Observed):
     """Eager, but it remembers the results of calls."""
 
     def __init__(self) -> None:

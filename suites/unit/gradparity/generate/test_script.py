@@ -5,14 +5,13 @@ import sys
 
 import pytest
 import torch
-from gradparity.generate.plain import PLAIN
 
 from gradparity.case import Case
 from gradparity.errors import CaseError
 from gradparity.generate.intended import INTENDED, is_intended
 from gradparity.generate.load import KEEP, body_of, namespace
 from gradparity.generate.script import Script, Step
-from gradparity.observe import observe
+from gradparity.observe import Observed, observe
 from gradparity.outcome import Outcome, Raised
 
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ DOUBLED = Script(
 
 
 def ran(script: Script, dtype: torch.dtype = torch.float32) -> Outcome:
-    return observe(Case("test", "script"), body_of(script), PLAIN, dtype, CPU)
+    return observe(Case("test", "script"), body_of(script), Observed(), dtype, CPU)
 
 
 def test_a_source_reads_like_a_program_that_somebody_wrote() -> None:

@@ -450,7 +450,7 @@ def calls(target: Any) -> Callable[[Any], None]:
     [
         (calls("os.system"), "os.system is not registered"),
         (calls("print"), "print is not registered"),
-        (calls({"function": "os.system"}), "TypeError"),
+        (calls({"function": "os.system"}), "AttributeError"),
         (calls("aten::no_such(Tensor self) -> Tensor"), "aten::no_such is not registered"),
         (calls("aten::mul.Tensor()"), r"operator aten::mul.Tensor\(\) is aten::mul.Tensor"),
         (calls("load_library::x()"), "is not registered in this process"),

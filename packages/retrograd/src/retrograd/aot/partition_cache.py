@@ -3,10 +3,10 @@
 In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
 earlier process made of the same, or None; a file for the next process.
 
-`partition_file` says what a file holds. Reading it runs nothing that stands there. It stands beside Inductor's
-files, and whatever keeps Inductor from using its cache holds here as well. It is written under another name
-first, so that no process sees half of it. What cannot be written is not kept, and what is read as another
-graph is not used.
+`partition_file` says what a file holds. Reading it runs nothing that stands there. It stands beside
+Inductor's files, and whatever keeps Inductor from using its cache holds here as well. It is written under
+another name first, so that no process sees half of it. What cannot be written is not kept, and what is read
+as another graph is not used.
 
 Its name is a hash of all that a capture, a cut and a division depend on: the graph, its inputs, modes,
 options, decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this

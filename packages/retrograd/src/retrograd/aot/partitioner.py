@@ -243,13 +243,15 @@ class _Division:
         """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
         memory = self.memory
         visible = {*memory.primals, *memory.outputs}
-        owners = [one for value in read_by_backward(self.joint.gm, number) for one in memory.of(value)]
-        kept = [owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)]
-        kept += [one for node in visible for one in memory.of(node) if number in one.meta.get(KEPT_FOR, ())]
+        owners = memory.of(*read_by_backward(self.joint.gm, number))
+        kept = {owner for owner in owners if owner in memory.kept_by_eager and not is_number(owner)}
+        kept |= {one for one in memory.of(*visible) if number in one.meta.get(KEPT_FOR, ())}
         covered = memory.of(*(node for node in read if node in visible and node not in self.copies))
         checked = []
-        for owner in dict.fromkeys(kept):
-            if owner in covered or owner in self.changed:
+        for (
+            owner
+        ) in self.joint.gm.graph.nodes:  # in the order of the graph, which is the same in each process
+            if owner not in kept or owner in covered or owner in self.changed:
                 continue
             example = owner.meta.get("val")
             if owner in memory.primals:

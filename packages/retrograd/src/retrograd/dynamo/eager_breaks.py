@@ -215,11 +215,15 @@ def _errors(node: Any, tx: Any) -> list[Errors]:
     found: list[Errors | None] = []
     watch = Watch(lambda *call: found.append(errors_by_value(*call)))
     with suppress(Exception):  # whoever traces it finds out why
-        args, kwargs = pytree.tree_map(sample, _given(node))
         with tx.fake_mode, torch.no_grad(), watch:
+            args, kwargs = pytree.tree_map(_empty, _given(node))
             called = getattr(args[0], name) if node.op == "call_method" else node.target
             called(*(args[1:] if node.op == "call_method" else args), **kwargs)
     return [errors for errors in found if errors is not None]
+
+
+def _empty(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
 
 
 def _given(node: Any) -> tuple[Any, Any]:

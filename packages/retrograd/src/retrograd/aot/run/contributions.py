@@ -54,7 +54,11 @@ def meet(ctx: Any, walk: RegionInterpreter) -> None:
     waiting, seen = [ctx], set[int]()
     while waiting:
         one = waiting.pop()
-        if one is None or getattr(one, "replay_record", None) is not ctx.replay_record or one.run.number in seen:
+        if (
+            one is None
+            or getattr(one, "replay_record", None) is not ctx.replay_record
+            or one.run.number in seen
+        ):
             continue
         seen.add(one.run.number)
         one.meeting = one.meeting or Meeting()
