@@ -125,7 +125,7 @@ _EFFECTS = frozenset(
         "triton_kernel_wrapper_mutation",
     }
 )
-#: The modules of size arithmetic and of functions that pick a result.
+#: The modules of size arithmetic and of ``getitem``, which selects results.
 _PURE_MODULES = frozenset({"_operator", "operator", "math", "torch", "torch.utils._sympy.functions"})
 
 

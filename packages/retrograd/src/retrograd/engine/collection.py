@@ -249,7 +249,7 @@ def installed_compiler() -> Any | None:
     switched on, this is a new object. It is never our compiler."""
     if not stock.compiled_autograd_enabled:
         return None
-    with window.stock(), _compiler(None):  # so no other thread of ours is capturing
+    with window.stock(), _compiler(None):  # `window` lets no other thread capture meanwhile
         return _replaced.compilers[-1][0]
 
 

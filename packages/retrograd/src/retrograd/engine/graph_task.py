@@ -1,4 +1,4 @@
-"""Runs a plan inside one of torch's own backwards, and watches hook registrations meanwhile.
+"""Runs a plan inside one of torch's own backwards, and tracks hooks that change while plans run.
 
 In: a function, and the request that it serves. Out: nothing. The function runs exactly once, on this thread
 unless backwards are nested too deeply. While it runs, ``torch._C._current_graph_task_id()`` is set. Callbacks

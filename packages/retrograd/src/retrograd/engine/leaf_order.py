@@ -6,8 +6,8 @@ leaves' nodes (``AccumulateGrad``) in that order.
 The engine runs ready nodes by sequence number. All leaves share the largest number, so leaves that become
 ready together leave its heap in no defined order. While they are in the heap, we give their nodes smaller
 numbers, one for each turn; the numbers of all other nodes are far below. The last leaf comes after a node of
-ours, `LastOrderedLeaf`. The engine runs that node after the other leaves, and it restores their numbers, so a
-leaf that still waits for another gradient has the largest number when that arrives. Numbers that
+ours, `LastOrderedLeaf`. The engine runs that node after the other leaves. The node restores their numbers, so
+a leaf that still waits for another gradient has the largest number when that arrives. Numbers that
 `LastOrderedLeaf` could not restore are restored at the end of the backward.
 
 A leaf's node is shared by all graphs that reach it. If two threads differentiate through the same leaves at

@@ -250,7 +250,7 @@ class EngineProtocol:
 #: Types that `_read` returns unchanged. It checks these first, since most arguments have them.
 _PLAIN = frozenset({int, bool, float, type(None)})
 
-#: We make all placeholders from this one: the engine only tells them apart.
+#: We make all placeholders from this one: the engine only distinguishes them.
 _EMPTY = torch.empty(0, device="cpu")
 
 #: The value of a placeholder that we make after a failure.

@@ -1,4 +1,4 @@
-"""Keeps captures and backwards that enter the stock engine from running into each other.
+"""Synchronises captures with backwards that enter the stock engine.
 
 In: threads that enter the stock engine, and threads that capture. Out: they wait for each other, or a
 `Refusal`.
