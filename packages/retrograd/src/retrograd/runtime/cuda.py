@@ -64,8 +64,8 @@ def is_memory_scarce() -> bool:
 def unused_memory_returned() -> Iterator[None]:
     """Inside, free memory is returned to the device before each optimizer step.
 
-    If an optimizer allocates its state in a block that a large temporary has freed, it blocks the rest of it.
-    A pool of recordings has separate memory and could not use that rest.
+    Otherwise an optimizer may allocate its state in a block that a large temporary has freed, and the rest of
+    that block cannot be returned. A pool of recordings has separate memory and could not use that rest.
     """
 
     def give_back(*_: Any) -> None:

@@ -142,12 +142,12 @@ def _readable(mode: Any) -> str:
 # blocks and functions under chosen modes
 
 
-#: Inside, autocast is off, as if it had never been on; stock also runs its code so. Our graphs contain the
-#: casts that autocast made, so we compile and run them without autocast.
+#: Inside, autocast is off, as if it had never been on; stock does the same for compiled code. Our graphs
+#: contain the casts that autocast made, so we compile and run them without autocast.
 autocast_off = torch._C._DisableAutocast
 
 
-#: Inside, no ``__torch_function__`` of a class or mode is called, as in eager's C++.
+#: Inside, no ``__torch_function__`` of a class or mode is called. Eager's C++ calls none either.
 torch_functions_off = torch._C.DisableTorchFunction
 
 
@@ -216,7 +216,7 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
 
 
 def _switches() -> tuple[Any, ...]:
-    """This thread's state that blocks of ours and of torch's switch."""
+    """This thread's state that our blocks, or torch's, may switch."""
     return (
         torch._C._get_torch_function_state(),  # type: ignore[attr-defined]
         torch._C._is_multithreading_enabled(),

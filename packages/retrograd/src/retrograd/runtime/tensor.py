@@ -324,8 +324,8 @@ set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def set_grad_of_another_shape(variable: torch.Tensor, grad: torch.Tensor) -> None:
-    """Set the ``.grad`` of a leaf whose ``data`` has since got another size or dtype. Python refuses this;
-    the engine does not check."""
+    """Set the ``.grad`` of a leaf whose ``data`` now has another size or dtype. Python refuses this; the
+    engine does not check."""
     leaf: Any = variable
     data = leaf.data
     try:
