@@ -1,4 +1,4 @@
-"""retrograd: a compiler for PyTorch's backward that captures it from the loss and preserves eager's order.
+"""retrograd: a compiler for PyTorch's backward. It captures the live graph and preserves eager's order.
 
 >>> import retrograd
 >>> with retrograd.compiled_autograd(backend="inductor"):

@@ -130,8 +130,9 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
             static.
         recompile_limit: how often one segment may be lowered. After that it is interpreted.
         opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls.
-        regions: compile repeated structure, such as the layers of a deep model, only once if that is
-            profitable. A number is the smallest profitable size, in autograd nodes. False turns this off.
+        regions: compile repeated structure, such as the layers of a deep model, once instead of once per
+            copy, where that is profitable. A number is the smallest profitable size, in autograd nodes. False
+            turns this off.
         background: compile on another thread. Until the code is ready, backwards run interpreted, as in
             eager; `CompiledAutograd.wait` waits for the code. Under ``torch.use_deterministic_algorithms``
             the first backward waits.

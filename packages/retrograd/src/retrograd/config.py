@@ -133,7 +133,7 @@ class Config:
             as in `compiled_autograd`, for every interface.
         backward, partitioner, passes: as in ``aot.function``.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        whole_after: if repeated structure is compiled only once (`regions`), run that code for this many
+        whole_after: if copies of a repeated structure share code (`regions`), run that code for this many
             calls. Then code for the whole graph replaces it, if another process has compiled it; that call
             waits for it. None: never replace it.
         cache_size: for how many kinds of input we cache code. The least recently used is dropped first.

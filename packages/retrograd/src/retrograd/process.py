@@ -29,8 +29,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property(functools.cached_property):
-        """Avoids Python 3.11's single lock for all instances, which an interrupt may leave locked for
-        ever."""
+        """Avoids Python 3.11's single lock for all instances, which an interrupt may leave locked."""
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
             """The value, computed by the first access."""

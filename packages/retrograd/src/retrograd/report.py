@@ -287,7 +287,7 @@ class told_to:
 
 
 def tell(reason: Reason, what: str) -> None:
-    """Something ran eagerly on this thread. The innermost `told_to` block reports it, if any."""
+    """Something ran eagerly on this thread. Report it to the innermost `told_to` block, or process-wide."""
     if _here.lists:
         _here.lists[-1].append((reason, what))
     else:
