@@ -1,10 +1,10 @@
-"""retrograd: PyTorch's backward, captured as it hangs from the loss, compiled, in eager's order.
+"""retrograd: a compiler for PyTorch's backward. It captures the live graph and preserves eager's order.
 
 >>> import retrograd
 >>> with retrograd.compiled_autograd(backend="inductor"):
 ...     loss.backward()
 
-Names are imported at first use: ``import retrograd`` is quick and does not import Inductor.
+Names are imported at first use: ``import retrograd`` is fast and does not import Inductor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-#: where each public name is defined; those that are not here are exceptions, in `retrograd.errors`.
+#: The module that defines each public name. All others are exceptions, in `retrograd.errors`.
 _HOMES = {
     **dict.fromkeys(
         ["CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"],
@@ -88,8 +88,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(module: str) -> Any:
-    """A module of ours. What it cannot import of torch is missing in this release. torch makes the folder of
-    its cache while it is imported."""
+    """Import a module of ours. If torch lacks a name that the module imports, this torch is not supported. We
+    choose the cache folder first, because torch creates it during its import."""
     if not module.endswith("errors"):
         importlib.import_module("retrograd.runtime.cache_folder").folder_in_use()
     try:

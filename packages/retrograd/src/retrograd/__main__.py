@@ -1,12 +1,12 @@
-"""`retrograd cache`: what compiled code takes on disk, and how it is carried to another machine.
+"""`retrograd cache`: shows the disk cache of compiled code, and transfers it to another machine.
 
 In: a command line. Out: text, or an archive of the cache's folder. The exit status is 0, 1 after an error
-(one line says which), or 2 for wrong usage.
+(with one line that describes it), or 2 for wrong usage.
 
-Inductor and retrograd keep their files in one folder. The name of a file stands for all that its content
-depends on: code, releases, settings, hardware. So an archive is unpacked beside what is there, and what
-belongs to another torch or device is not found. The cache holds pickles, and reading a pickle runs what it
-says: unpack only what you trust.
+Inductor and retrograd store their files in one folder. A file's name encodes everything that its contents
+depend on: code, releases, settings, hardware. So an archive can be unpacked into an existing cache, and files
+for another torch or device are never looked up. The cache contains pickles, and reading a pickle can run
+arbitrary code: unpack only what you trust.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from retrograd.backends.inductor import UNFINISHED, cache_folder, replacing
 from retrograd.errors import Refusal
 from retrograd.version import VERSION
 
-#: the first file of an archive: of what the code in it was made.
+#: The first file of an archive: the releases and hardware for which its code was made.
 MANIFEST = "retrograd-cache.json"
-#: how often its own size an archive may hold: a small file must not fill the disk.
+#: The limit on an archive's unpacked size, as a multiple of its own: a small file must not fill the disk.
 MOST_UNPACKED = 200
-#: what the folders of the cache hold; the others hold generated code.
+#: The contents of the cache's folders; all other folders contain generated code.
 _KINDS = {
     "fxgraph": "compiled graphs",
     "aotautograd": "graphs of stock AOTAutograd",
@@ -47,7 +47,7 @@ _KINDS = {
 
 
 def made_of() -> dict[str, str]:
-    """The releases and the hardware that code made in this process is for."""
+    """The releases and hardware for which this process compiles."""
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def made_of() -> dict[str, str]:
 
 
 def info(folder: Path) -> str:
-    """What the folder holds: files and bytes of each kind."""
+    """A summary of the folder: files and bytes of each kind."""
     files, sizes = Counter[str](), Counter[str]()
     for path in _finished(folder):
         kind = _KINDS.get(path.relative_to(folder).parts[0], "generated code")
@@ -75,10 +75,10 @@ def info(folder: Path) -> str:
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write the files of the folder to `archive`, a gzipped tar file; returns their number.
+    """Write the files of the folder to `archive`, a gzipped tar file. Returns the number of files.
 
     Raises:
-        OSError: something cannot be read or written. `archive` is as it was then.
+        OSError: something cannot be read or written. Then `archive` is unchanged.
     """
     if archive.is_dir() or not archive.absolute().parent.is_dir():
         raise OSError(f"{archive} is a folder, or in none: name a file that can be written")
@@ -94,15 +94,16 @@ def pack(folder: Path, archive: Path) -> int:
 
 
 def unpack(archive: Path, folder: Path) -> tuple[int, dict[str, str]]:
-    """Put the files of `archive` into the folder; what is there already stays. All of it is examined, and
-    compared with the checksum that gzip writes, before anything is put there.
+    """Add the files of `archive` to the folder; existing files are not replaced. We examine the whole
+    archive, and verify gzip's checksum, before we add anything.
 
     Returns:
-        How many files are new, and what the archive's `made_of` was.
+        The number of new files, and the `made_of` of the archive.
 
     Raises:
         OSError: something cannot be read or written.
-        tarfile.TarError: it is damaged, is no archive of a cache, or holds something that is no file in it.
+        tarfile.TarError: the archive is damaged, is not an archive of a cache, or contains an entry that is
+            not a file inside it.
     """
     most = archive.stat().st_size * MOST_UNPACKED
     with tempfile.TemporaryDirectory(dir=folder) as staging:
@@ -169,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (default: that of the process); returns the exit status."""
+    """Run a command line (by default that of the process). Returns the exit status."""
     asked = _parser().parse_args(arguments)
     try:
         folder = Path(cache_folder())

@@ -1,4 +1,4 @@
-"""What users call: contexts, the process-wide switch, compiled callables, the report, reset.
+"""The public API: contexts, the process-wide switch, compiled callables, the report, reset.
 
 In: the user's choices. Out: `CompiledAutograd` contexts, compiled callables and `Report` values.
 """
@@ -45,9 +45,9 @@ from retrograd.runtime.modes import context_decorator
 class CompiledAutograd:
     """A context, also usable as a decorator, that compiles every backward of this thread inside it.
 
-    `compiled_autograd` makes it. It may be entered again, nested, and shared by threads; each thread and
-    each asyncio task enters for itself. Of nested contexts the innermost wins. That holds for contexts of
-    stock compiled autograd too.
+    `compiled_autograd` makes it. It may be entered repeatedly, nested, and shared by threads. Each thread and
+    each asyncio task enters separately. Of nested contexts the innermost applies, including contexts of stock
+    compiled autograd.
     """
 
     @checked(config=(Config, "a retrograd.Config; retrograd.compiled_autograd() makes contexts"))
@@ -66,9 +66,9 @@ class CompiledAutograd:
 
     @checked(fn=(callable, "a function; as a decorator it has parentheses: @compiled_autograd()"))
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` (a function, generator function or coroutine function) inside this context. A generator's
-        caller must not find itself inside it while the generator is suspended, so it is entered anew each
-        time that the generator goes on.
+        """Wrap `fn` (a function, generator function or coroutine function) in this context. A generator
+        leaves the context whenever it is suspended, so that its caller is not inside, and enters it on each
+        resume.
 
         Raises:
             TypeError: `fn` is an asynchronous generator function.
@@ -90,14 +90,14 @@ class CompiledAutograd:
         return run
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all contexts have compiled what they compile in the background (``background=True``,
+        """Wait until all contexts have finished their background compilation (``background=True``,
         ``compile_timeout``).
 
         Args:
-            timeout: how many seconds to wait; None waits as long as it takes.
+            timeout: how many seconds to wait; None waits without a limit.
 
         Returns:
-            Whether all code is there. If so, the next backward runs it.
+            Whether all code is ready. If so, the next backward runs it.
         """
         return wait_for_all(timeout)
 
@@ -124,33 +124,34 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     Args:
         backend: ``"inductor"``; ``"eager"`` (interprets the captured calls; gradients equal eager's bit for
             bit); ``"aten"`` (interprets the traced ATen graph); or a callable
-            ``(gm, example_inputs) -> callable`` that is given the ATen graph of each segment.
-        strict: raise an error where something cannot be captured or compiled, instead of running it as eager
-            does.
+            ``(gm, example_inputs) -> callable`` that receives the ATen graph of each segment.
+        strict: raise an error if something cannot be captured or compiled, instead of running it eagerly.
         dynamic: None: sizes are static until they change; True: symbolic from the start; False: always
             static.
-        recompile_limit: how often one segment is lowered. After that it is interpreted.
+        recompile_limit: how often one segment may be lowered. After that it is interpreted.
         opaque: names of autograd nodes, such as ``"MulBackward0"``, that run as opaque calls.
-        regions: compile repeated structure, such as the layers of a deep model, once where that pays. A
-            number is the smallest size that pays, in autograd nodes. False turns this off.
-        background: compile on another thread. Backwards run interpreted, as eager runs them, until the code
-            is there; `CompiledAutograd.wait` waits for it. Under ``torch.use_deterministic_algorithms`` the
-            first backward waits.
-        compile_timeout: the same for segments that take more seconds than this; None: backwards wait.
-        cudagraphs: record what compiled segments do on a CUDA device, and replay it where that is safe. The
-            report says why a segment is not recorded.
+        regions: compile repeated structure, such as the layers of a deep model, once instead of once per
+            copy, where that is profitable. A number is the smallest profitable size, in autograd nodes. False
+            turns this off.
+        background: compile on another thread. Until the code is ready, backwards run interpreted, as in
+            eager; `CompiledAutograd.wait` waits for the code. Under ``torch.use_deterministic_algorithms``
+            the first backward waits.
+        compile_timeout: like `background`, but only for segments that take more seconds than this to compile.
+            None: backwards wait.
+        cudagraphs: record compiled segments as CUDA graphs, and replay them where that is safe. The report
+            says why a segment is not recorded.
 
     Returns:
         A context manager, also usable as a decorator.
 
-    Under ``torch.compiler.set_stance("force_eager")`` every backward runs on the stock engine, without a
-    warning, whatever `strict` says; under ``"eager_on_recompile"`` segments that have no code for their
-    inputs are interpreted; under ``"fail_on_recompile"`` they raise `LoweringError`.
+    Under ``torch.compiler.set_stance("force_eager")`` every backward runs on the stock engine without a
+    warning, even if `strict` is set. Under ``"eager_on_recompile"``, segments without code for their inputs
+    are interpreted. Under ``"fail_on_recompile"``, they raise `LoweringError`.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
-        UnsupportedTorchError: on entering, if torch does not offer the engine's protocol.
-        ContextError: on leaving, if this thread or task has not entered it.
+        OptionError: an option has a value that is not allowed.
+        UnsupportedTorchError: on entry, if torch does not offer the engine's protocol.
+        ContextError: on exit, if this thread or task has not entered the context.
 
     Example:
         >>> with retrograd.compiled_autograd(backend="eager"):
@@ -160,7 +161,7 @@ def compiled_autograd(  # noqa: PLR0913 - as many parameters as there are choice
     find_backend(backend)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
-    caller = sys._getframe(2)  # each step may come by here, and what earlier ones have taught is to count
+    caller = sys._getframe(2)  # a loop may call this once a step; calls at one place share what we learned
     return CompiledAutograd(config, (caller.f_code, caller.f_lineno))
 
 
@@ -175,29 +176,31 @@ def compile(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compile a module or function by ``torch.compile(backend="retrograd")``, its backward by the live path.
+    """Compile a module or function by ``torch.compile(backend="retrograd")``, and its backward by the live
+    path.
 
     A backward belongs to the callable if it reaches an output of one of its calls, at any time and on any
-    thread. Everything else that hangs from the loss is compiled with it. Other backwards run as if nothing
-    were there. Where a context of `compiled_autograd` is open, or `enable` is set, that one wins. When the
-    callable is deleted, it owns no backwards any more.
+    thread. Everything else in that backward is compiled with it. Other backwards are unaffected. An open
+    `compiled_autograd` context, or `enable`, takes precedence. When the callable is deleted, it no longer
+    owns any backward.
 
-    Where Dynamo fails, Python runs that frame, and the report says why; with `fullgraph` or ``"strict"`` that
-    is an error. With ``backend="eager"``, numbers and torch's optimizers compute as in eager.
+    If Dynamo fails on a frame, Python runs that frame, and the report says why; with `fullgraph` or
+    ``"strict"`` this is an error. With ``backend="eager"``, Python numbers and torch's optimizers compute as
+    in eager.
 
     Args:
-        target: a module, which stays as it is, or a function; without it, the result is a decorator.
+        target: a module, which is not modified, or a function. Without it, the result is a decorator.
         backend: as in `compiled_autograd`, for forward and backward.
         fullgraph, dynamic, mode: as in ``torch.compile``.
         options: as in ``torch.compile(backend="retrograd", options=...)``, without ``"backend"``;
             see ``retrograd.dynamo.list_options()``. ``"strict"``, ``"regions"``, ``"cudagraphs"`` and
-            ``"compile_timeout"`` also hold for the live path.
+            ``"compile_timeout"`` also apply to the live path.
 
     Returns:
         What ``torch.compile`` returns: for a module, a module.
 
     Raises:
-        OptionError: an unknown mode or option, or a value that it cannot have.
+        OptionError: an unknown mode or option, or a value that is not allowed.
         UnsupportedTorchError: torch does not offer the engine's protocol.
 
     Example:
@@ -230,7 +233,7 @@ def compile(
 
 
 def _owning(compiled: Any, session: Session) -> Any:
-    """`compiled`, which has its backwards run by `session` as long as it is there."""
+    """`compiled`, whose backwards `session` runs for as long as `compiled` exists."""
     if isinstance(compiled, torch.nn.Module):
         compiled.forward = _claiming(compiled.forward, session)
     else:
@@ -242,7 +245,7 @@ def _owning(compiled: Any, session: Session) -> Any:
 
 
 def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`call`, whose outputs are marked so that their backwards belong to `session`."""
+    """Wrap `call` to mark its outputs, so that their backwards belong to `session`."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -257,14 +260,14 @@ def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
 def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> None:
     """Compile every backward of this process, on all threads, including threads that start later.
 
-    Where a context is open on a thread, the context wins. A second call replaces the setting of the first.
+    A context that is open on a thread takes precedence there. A second call replaces the earlier setting.
 
     Args:
         backend: as in `compiled_autograd`.
         options: the other arguments of `compiled_autograd`.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
+        OptionError: an option has a value that is not allowed.
         UnsupportedTorchError: torch does not offer the engine's protocol.
 
     Example:
@@ -278,7 +281,7 @@ def enable(backend: str | Callable[..., Any] = "inductor", **options: Any) -> No
 
 
 def disable() -> None:
-    """End what `enable` began. Open contexts stay open. Without `enable` this does nothing."""
+    """Undo `enable`. Open contexts stay open. Without `enable` this does nothing."""
     set_process_wide(None)
 
 
@@ -289,19 +292,19 @@ def explain(
     backend: str | Callable[..., Any] = "eager",
     **kwargs: Any,
 ) -> Report:
-    """Report what was captured and compiled, and what ran as eager runs it, with the reason.
+    """Report what was captured and compiled, and what ran eagerly and why.
 
     The report lists backwards with their segments, opaque calls, guards and recompiles, and the graphs that
     were compiled ahead of time.
 
     Args:
-        fn: a function that runs backwards. It is called inside a context of its own. Without it, the report
-            is that of the whole process so far.
-        args, kwargs: what `fn` is called with.
+        fn: a function that runs backwards. We call it inside a new context. Without it, the report covers the
+            whole process so far.
+        args, kwargs: the arguments for `fn`.
         backend: as in `compiled_autograd`.
 
     Returns:
-        The report; ``print(report)`` is readable, ``report.print_readable()`` shows the graphs.
+        The report. ``print(report)`` shows a summary, ``report.print_readable()`` the graphs.
     """
     if fn is None:
         return process_report
@@ -312,8 +315,8 @@ def explain(
 
 
 def reset() -> None:
-    """Forget all captures, plans, reports and counters, and give all warnings again.
+    """Forget all captures, plans, reports and counters, and repeat warnings that were already given.
 
-    What `enable` set stays set, and open contexts stay open: their next backwards are captured anew.
+    What `enable` set stays set, and open contexts stay open: their next backwards are captured again.
     """
     forget_everything()

@@ -1,6 +1,6 @@
-"""What Python keeps of a function: what its closure holds, the code inside its code, who defined it.
+"""Inspects Python functions: closure variables, nested code objects, and the defining package.
 
-In: functions and code. Out: values, code, names of packages.
+In: functions and code. Out: values, code, and whether torch or this package defines something.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def closed_over(fn: types.FunctionType) -> dict[str, Any]:
-    """What the closure of `fn` holds, by name; a cell that nothing is assigned to yet, for itself."""
+    """The closure variables of `fn` by name. An unassigned variable is represented by its cell."""
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     return {name: cell.cell_contents if is_assigned(cell) else cell for name, cell in cells}
 
@@ -25,7 +25,7 @@ def is_assigned(cell: types.CellType) -> bool:
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """`code`, and that of the functions inside, from the outside in."""
+    """`code` and the code of all functions nested in it, outermost first."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -33,6 +33,6 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def is_defined_here(value: Any) -> bool:
-    """Whether torch or this package defines `value`: a function, a class, or the class of something else."""
+    """Whether torch or this package defines `value`: a function, a class, or the class of another object."""
     owner = value if isinstance(value, (type, types.FunctionType)) else type(value)
     return str(getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "retrograd")

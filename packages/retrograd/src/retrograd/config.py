@@ -1,9 +1,9 @@
-"""What the user can choose, as one frozen value for every way in.
+"""The user's options, as one frozen value for all three interfaces.
 
 In: the keyword arguments of ``compiled_autograd``, ``compile``, ``compile_step``, ``aot.function`` and
 ``aot.module``, and the ``options`` of ``torch.compile(backend="retrograd")``. Out: a checked `Config`. An
-option has one name and one meaning wherever it is accepted. If a way in does not have an option among its
-parameters, the option keeps its default.
+option has one name and one meaning wherever it is accepted. Where an interface does not accept an option, the
+option has its default.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     CompileFn = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-#: the partitioners that have a name.
+#: The partitioners that have a name.
 PARTITIONERS = ("min_cut", "recompute_all", "save_all")
 
-#: a name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
+#: A name, or a partitioner in torch's form: ``(gm, inputs, *, num_fwd_outputs) -> (forward, backward)``.
 Policy = str | Callable[..., Any]
 
 
@@ -43,7 +43,7 @@ def _is_compiler(value: Any) -> bool:
     return isinstance(value, str) or callable(value) or callable(getattr(value, "compile", None))
 
 
-#: whether an option or argument may have a value (or of what type it is), and what it may be in words.
+#: A test for the values of an option or argument (a predicate or a type), and the allowed values in words.
 Rule = tuple[Callable[[Any], bool] | type, str]
 
 SWITCH: Rule = (_is_switch, "True or False")
@@ -102,8 +102,8 @@ T = TypeVar("T")
 
 
 def checked(**rules: Rule) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: the function raises `OptionError` for a keyword that it does not have, and for an argument
-    that its rule forbids."""
+    """A decorator that makes a function raise `OptionError` for an unknown keyword, and for an argument that
+    its rule forbids."""
 
     def decorate(fn: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(fn).parameters
@@ -130,19 +130,18 @@ class Config:
 
     Attributes:
         backend, strict, dynamic, recompile_limit, opaque, regions, background, cudagraphs, compile_timeout:
-            as in `compiled_autograd`, for every way in.
+            as in `compiled_autograd`, for every interface.
         backward, partitioner, passes: as in ``aot.function``.
         single_region: differentiate all outputs together, as stock AOTAutograd does.
-        whole_after: what is compiled in parts (`regions`) runs so for this many calls. Then code of the whole
-            graph takes its place, if another process has compiled it; the call waits for that. None: parts
-            remain.
-        cache_size: for how many kinds of input code is kept. The least recently used is dropped first.
-        stock_dynamo: behind Dynamo, leave to it what it loses: it takes each ``autograd.Function`` apart,
-            does not look for hooks of modules that were set after the first call, and raises errors of its
-            own.
+        whole_after: if copies of a repeated structure share code (`regions`), run that code for this many
+            calls. Then code for the whole graph replaces it, if another process has compiled it; that call
+            waits for it. None: never replace it.
+        cache_size: for how many kinds of input we cache code. The least recently used is dropped first.
+        stock_dynamo: behind Dynamo, accept its deviations from eager: it inlines each ``autograd.Function``,
+            ignores module hooks that are set after the first call, and raises different errors.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
+        OptionError: an option has a value that is not allowed.
     """
 
     backend: str | CompileFn = field(default="inductor", compare=False)
@@ -162,7 +161,7 @@ class Config:
     compile_timeout: float | None = None
     stock_dynamo: bool = False
 
-    #: stands for the callables in comparisons: they need not be hashable, and each equals only itself.
+    #: Replaces the callables in comparisons: they need not be hashable, and each equals only itself.
     _identities: tuple[Any, ...] = field(init=False, repr=False)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -182,23 +181,23 @@ class Config:
 
     @property
     def smallest_repeat(self) -> int:
-        """The smallest repeated part that is compiled once, in autograd nodes; 0 if none is."""
+        """The minimum size, in autograd nodes, of repeated structure that is compiled once; 0 to disable."""
         return SMALLEST_REPEAT if self.regions is True else int(self.regions)
 
     @property
     def fewest_copies(self) -> int:
-        """The fewest copies that such a part has."""
+        """The minimum number of copies of such structure."""
         return FEWEST_COPIES if self.regions is True else 2
 
     @property
     def patience(self) -> float | None:
-        """For how many seconds a call waits for code, which is compiled on another thread; None: for as long
-        as it takes, on this thread."""
+        """How many seconds a call waits for code that another thread compiles. None: this thread compiles,
+        and the call waits as long as it takes."""
         return 0 if self.background else self.compile_timeout
 
 
 def _collected(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
-    """A collection in its frozen form. A string is not a collection of names, and stays as it is."""
+    """A collection in its frozen form. A string is not a collection of names, so it is unchanged."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return kind(value)

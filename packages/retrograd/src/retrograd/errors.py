@@ -20,7 +20,7 @@ class Reason:
         text: what was found, in one sentence.
         stage: the stage that found it, for example ``live.capture``.
         node: the autograd node concerned, for example ``MulBackward0 (7 of 31)``; empty if none.
-        source: the user's source line where torch knows it; empty if not.
+        source: the user's source line if torch knows it; otherwise empty.
         way_out: what the user can do about it.
     """
 
@@ -42,19 +42,20 @@ class Reason:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the text of `error`, after the name of its class unless it is a `Refusal`."""
+    """The first line of the text of `error`, prefixed by its class name unless it is a `Refusal`."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 def name_of(called: Any) -> str:
-    """What a function, module or other callable is called, for reports and errors."""
+    """The name of a function, module or other callable, for reports and errors."""
     name: str = getattr(called, "__name__", type(called).__name__)
     return name
 
 
 class Refusal(Exception):
-    """Something cannot be captured, traced, inlined or recorded. Whoever catches it makes a `Reason`."""
+    """Something cannot be captured, traced, inlined or recorded. The code that catches it makes a
+    `Reason`."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -62,16 +63,16 @@ class Refusal(Exception):
 
 
 def not_representable(text: str) -> Refusal:
-    """The refusal of something that no graph can hold."""
+    """The refusal of something that no graph can represent."""
     return Refusal("not-representable", text)
 
 
 class CodeFailedError(Exception):
-    """Compiled code raised before it changed anything; the cause is what it raised."""
+    """Compiled code raised before it changed anything; the cause is the original error."""
 
 
 class NotReadyError(Exception):
-    """There is no code yet, or none for these inputs; such calls run eagerly for this reason."""
+    """There is no code yet, or none for these inputs, so the call runs eagerly."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(str(reason))
@@ -79,7 +80,7 @@ class NotReadyError(Exception):
 
 
 class Escape(Exception):
-    """Leaves code of torch's, with a value."""
+    """Carries a value out of torch's code."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -102,8 +103,8 @@ class _ReasonedError(RetrogradError):
 
 
 class CaptureError(_ReasonedError):
-    """A backward could not be captured. Raised in strict mode only; otherwise that backward runs on
-    the stock engine."""
+    """A backward could not be captured. Raised only in strict mode; otherwise that backward runs on the stock
+    engine."""
 
 
 class CallError(_ReasonedError):
@@ -111,22 +112,22 @@ class CallError(_ReasonedError):
 
 
 class UnlikeTracedError(_ReasonedError):
-    """An operator returned another shape or type than torch's fake operator predicted, so the code is wrong.
-    Raised in strict mode only; otherwise such a function runs eagerly."""
+    """An operator returned a shape or type that torch's fake operator did not predict, so the code is wrong.
+    Raised only in strict mode; otherwise such a function runs eagerly."""
 
 
 class LoweringError(_ReasonedError):
-    """A segment could not be traced or compiled. Raised in strict mode only; otherwise the segment
-    is interpreted node by node."""
+    """A segment could not be traced or compiled. Raised only in strict mode; otherwise the segment is
+    interpreted node by node."""
 
 
 class NoCompilerError(_ReasonedError):
-    """A backend finds no compiler for the code that it generates. Raised in strict mode only; otherwise that
-    code's work runs eagerly."""
+    """A backend found no compiler for the code that it generates. Raised only in strict mode; otherwise the
+    graph runs eagerly."""
 
 
 class VerificationError(_ReasonedError):
-    """An artifact between two stages broke its law: a bug in retrograd or in a pass given to it."""
+    """An artifact violated its invariant between two stages: a bug in retrograd or in a pass given to it."""
 
 
 class ExportError(_ReasonedError):
@@ -134,7 +135,7 @@ class ExportError(_ReasonedError):
 
 
 class LoadError(_ReasonedError):
-    """A file holds no joint graph, is damaged, or does not fit what is installed."""
+    """A file contains no joint graph, is damaged, or does not match the installed releases."""
 
 
 class MissingFileError(LoadError, OSError):
@@ -142,15 +143,15 @@ class MissingFileError(LoadError, OSError):
 
 
 class PassError(_ReasonedError):
-    """A pass raised, or was asked for something that it cannot do."""
+    """A pass raised, or was asked to do something that it cannot do."""
 
 
 class BackendError(RetrogradError):
-    """A backend or a partitioner returned something that cannot be used."""
+    """A backend or a partitioner returned something unusable."""
 
 
 class OptionError(RetrogradError, ValueError, TypeError):
-    """An option does not exist, or has a value that is not allowed; the same of an argument.
+    """An option or argument does not exist, or has a value that is not allowed.
 
     Args:
         name: of the option.
@@ -164,7 +165,7 @@ class OptionError(RetrogradError, ValueError, TypeError):
 
     @classmethod
     def unknown(cls, name: str, known: Iterable[str], expected: str = "") -> Self:
-        """The error for an option that is none of the `known`, which it lists if `expected` does not."""
+        """The error for an option that is not in `known`. Without `expected`, it lists the known options."""
         close = difflib.get_close_matches(name, known := list(known), n=1)
         found = "there is no such option" + (f"; did you mean {close[0]!r}?" if close else "")
         return cls(name, found, expected or f"one of {', '.join(known)}")
@@ -190,4 +191,4 @@ class ContextError(RetrogradError):
 
 
 class FallbackWarning(UserWarning):
-    """Something ran as eager runs it, not compiled. Given once per reason."""
+    """Something ran eagerly instead of compiled. Given once per reason."""

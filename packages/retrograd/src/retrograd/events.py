@@ -1,9 +1,9 @@
 """Counters and loggers: what happened, for people and for tests.
 
 In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live`` and
-``retrograd.aot``. Three things switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any importable
-module; ``logging`` itself; and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes the named
-logs to standard error.
+``retrograd.aot``. There are three ways to switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any
+importable module; ``logging`` itself; and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes
+the named logs to standard error.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from collections import Counter
 
 from retrograd.process import forgotten_by_reset
 
-#: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules laid out),
-#: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that had one),
+#: Totals of this process: ``captures`` (backward graphs recorded), ``plans`` (schedules made),
+#: ``lowerings`` (segments given to a backend), ``recompiles`` (lowerings of a segment that already had one),
 #: ``run_failures`` (runs of compiled code that raised), ``fallbacks`` (backwards run on the stock engine),
-#: ``opaque_calls`` (steps run as eager runs them), ``runs`` (plans run), ``cuda_graph_recordings``,
-#: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of code that may be recorded, run as it is),
+#: ``opaque_calls`` (steps run as in eager), ``runs`` (plans run), ``cuda_graph_recordings``,
+#: ``cuda_graph_replays`` and ``cuda_graph_plain_calls`` (calls of recordable code without a recording),
 #: ``compiled_elsewhere`` (graphs that another process compiled first),
-#: ``whole_graphs`` (graphs whose code took the place of code in parts),
+#: ``whole_graphs`` (whole-graph code that replaced code of repeated parts),
 #: ``kept_partition_hits``, ``kept_partition_misses`` and ``kept_partition_refusals`` (partitions on disk).
 counters: Counter[str] = Counter()
 forgotten_by_reset(counters.clear)
 
-#: what ``RETROGRAD_LOGS`` may name. ``graph``: each captured backward in eager's order, and each joint graph;
-#: ``schedule``: the steps of a backward, hooks included; ``guards``: what each piece of code relies on;
-#: ``recompiles``: why a segment or function is compiled again or interpreted, with the two values that
-#: differ, and why something ran as eager runs it; ``cache``: why a partition is not kept on disk.
+#: The names that ``RETROGRAD_LOGS`` may contain. ``graph``: each captured backward in eager's order, and each
+#: joint graph; ``schedule``: the steps of a backward, including hooks; ``guards``: what each piece of code
+#: relies on; ``recompiles``: why a segment or function is recompiled or interpreted, with the two values that
+#: differ, and why something ran eagerly; ``cache``: why a partition is not cached on disk.
 NAMES = ("graph", "schedule", "guards", "recompiles", "cache")
 
 live_log = logging.getLogger("retrograd.live")
 LOGS = {name: live_log.getChild(name) for name in NAMES}
 
-#: the same for what is captured ahead of time: by ``retrograd.aot`` and behind Dynamo.
+#: The same loggers for graphs that are captured ahead of time, by ``retrograd.aot`` and behind Dynamo.
 AOT_LOGS = {name: logging.getLogger("retrograd.aot").getChild(name) for name in NAMES}
 
 
 def switch_logs(names: str) -> None:
     """Write the logs in `names`, separated by commas, to standard error.
 
-    An unknown name gives a warning, because a misspelt setting must not end a training run.
+    An unknown name gives a warning, not an error: a misspelt setting must not end a training run.
     """
     wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
     if unknown := sorted(set(wanted) - set(NAMES)):

@@ -1,8 +1,8 @@
-"""Does the installed torch do what the package stands on? Asked of what it can do, not of its number.
+"""Checks that the installed torch has the features we need, by testing them rather than the version.
 
-In: the imported torch. Out: nothing; for a release that no test has seen, one warning; or one
-`UnsupportedTorchError` that names what is missing. What modules import at their top is named by
-``retrograd.__init__``: without it they cannot be imported.
+In: the imported torch. Out: nothing; or one warning, for a release that we have not tested; or one
+`UnsupportedTorchError` that names what is missing. If a module's top-level import of a torch name fails,
+``retrograd.__init__`` raises that error.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from retrograd.facts import read_table
 from retrograd.facts.patches import COLLECTING, TABLE, handled_here, owner_and_attribute
 from retrograd.facts.releases import CHECKPOINT
 
-#: the releases that all tests ran under.
+#: The releases under which all tests ran.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
-#: what is neither imported by name nor replaced, but asked for when it is needed: owner -> attributes.
+#: Attributes that we neither import by name nor replace, but look up when needed: owner -> attributes.
 REQUIRED: dict[str, str] = read_table("patches")["required"]
 
 
 def required_names() -> tuple[str, ...]:
-    """What must be there, as `owner_and_attribute` takes it."""
+    """All required attributes, in the form that `owner_and_attribute` takes."""
     table = [name for name, row in TABLE.items() if "only" not in row]
     table += [CHECKPOINT, *([COLLECTING] if torch.distributed.is_available() else ())]
     return (*table, *(owner + each for owner, names in REQUIRED.items() for each in names.split()))
@@ -50,7 +50,7 @@ def missing_names() -> Iterator[str]:
 
 
 def unlike_calls() -> Iterator[str]:
-    """The calls of the protocol that torch's own capture object takes with other arguments than ours."""
+    """Protocol methods whose parameters in torch's own capture object differ from ours."""
     for name, ours in vars(EngineProtocol).items():
         theirs = getattr(AutogradCompilerInstance, name, None)
         if not name.startswith("_") and theirs is not None:
@@ -61,7 +61,7 @@ def unlike_calls() -> Iterator[str]:
 
 
 class _Listener:
-    """A recorder and an artifact that only notes which nodes it is told of."""
+    """A recorder and artifact that only records the names of nodes."""
 
     n_outputs, needs_engine_frame = 0, False
 
@@ -91,7 +91,7 @@ class _Listener:
 
 
 def unlike_backward() -> Iterator[str]:
-    """What the engine does otherwise in the backward of ``x.sin()``."""
+    """How the engine's protocol differs from what we expect, in the backward of ``x.sin()``."""
     listener: Any = _Listener()
     request = EngineRequest((_leaf().sin(),), (_leaf().detach(),), False, False, accumulate_grad=True)
     try:
@@ -99,18 +99,18 @@ def unlike_backward() -> Iterator[str]:
         if listener.nodes != _SINE:
             yield f"the engine's protocol as it was (of {_SINE} it tells {listener.nodes})"
     except Refusal:
-        pass  # another thread is in a backward: not to be asked now
+        pass  # another thread is in a backward: skip this check
     except Exception as error:
         yield f"the engine's protocol as it was ({first_line(error)})"
     finally:
-        clear_engine_cache()  # the engine would give the listener to the next such backward
+        clear_engine_cache()  # otherwise the engine would pass the listener to the next such backward
 
 
 _SINE = ["torch::autograd::GraphRoot", "SinBackward0", "torch::autograd::AccumulateGrad"]
 
 
 def unused_entrances() -> Iterator[str]:
-    """Functions that we replace because torch comes by them, and by which it no longer comes."""
+    """Entry points that we replace but that this torch no longer calls."""
     for name, go in _ENTRANCES.items():
         seen: list[str] = []
 
@@ -139,15 +139,15 @@ def _leaf() -> torch.Tensor:
 def check_supported() -> None:
     """Raise `UnsupportedTorchError` unless this torch offers the protocol. Runs once per process.
 
-    Backwards are run for untested releases only: before them, a process with devices may still fork.
+    We run test backwards only for untested releases: after them, a process with devices may no longer fork.
 
     Raises:
-        UnsupportedTorchError: a private name is missing, or the engine's protocol is another one.
+        UnsupportedTorchError: a private name is missing, or the engine's protocol differs.
     """
     is_tested = torch.__version__.startswith(tuple(f"{release}." for release in TESTED))
     missing = [*missing_names(), *unlike_calls()]
     if not missing and not is_tested:
-        with ThreadPoolExecutor(1) as thread:  # of its own, which has no modes
+        with ThreadPoolExecutor(1) as thread:  # a new thread, which has no modes
             missing += thread.submit(lambda: [*unlike_backward(), *unused_entrances()]).result()
     if missing:
         raise UnsupportedTorchError(torch.__version__, missing)

@@ -1,13 +1,12 @@
-"""State of the process and its threads: ``reset`` forgets it, a forked child can use it, errors restore it.
+"""State of the process and its threads: forgotten by ``reset``, usable after a fork, restored after errors.
 
-In: each module that keeps something for the process registers here how it is forgotten, and takes its locks
-from here. Each module that switches something on a thread for a while registers how that is read and put
-back. Out: `forget_everything`, locks that a forked child finds free, mappings that stay small, and
-`restored_on_error`.
+In: each module with process-wide state registers how to forget it, and gets its locks here. Each module that
+temporarily switches something on a thread registers how to read and restore it. Out: `forget_everything`,
+locks that are free in a forked child, bounded mappings, and `restored_on_error`.
 
-An interrupt may arrive between any two instructions: also after a lock is taken and before its ``with``
-block begins, or in the ``finally`` that would give it back. So blocks do not suffice. The outermost function
-of a backward reads the whole state before, and puts it back if anything raises.
+An interrupt may arrive between any two instructions: even after a lock is taken but before its ``with`` block
+begins, or in the ``finally`` that would release it. So ``with`` blocks are not enough. The outermost function
+of a backward reads all state beforehand, and restores it if anything raises.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property(functools.cached_property):
-        """Without Python 3.11's one lock for all instances: an interrupt may leave it taken for ever."""
+        """Avoids Python 3.11's single lock for all instances, which an interrupt may leave locked."""
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
-            """The value, which is computed by whoever asks first."""
+            """The value, computed by the first access."""
             if instance is None:
                 return self
             value = instance.__dict__[self.attrname] = self.func(instance)
@@ -44,34 +43,33 @@ _forgets: list[Callable[[], object]] = []
 
 
 def forgotten_by_reset(forget: Forget) -> Forget:
-    """Have ``reset`` call `forget`. Returns `forget`, so this may be used as a decorator."""
+    """Make ``reset`` call `forget`. Returns `forget`, so that this works as a decorator."""
     _forgets.append(forget)
     return forget
 
 
 def forget_everything() -> None:
-    """Call everything that was registered."""
+    """Call all registered functions."""
     for forget in list(_forgets):
         forget()
 
 
-#: how each state of a thread is read, and put back.
+#: For each kind of thread state, the functions that read and restore it.
 _thread_states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 
 
 def restore_after_errors(read: Callable[[], T], restore: Callable[[T], object]) -> None:
-    """Have `restored_on_error` restore a state of the thread.
+    """Make `restored_on_error` restore a kind of thread state.
 
     Args:
-        read: gives the state; called before each backward, so it must be quick.
-        restore: is given what `read` gave before, if that has changed. It may be called twice.
+        read: returns the state. It is called before each backward, so it must be fast.
+        restore: receives an earlier result of `read` if the state has changed. It may be called twice.
     """
     _thread_states.append((read, restore))
 
 
 def restored_on_error(body: Callable[..., T], *args: Any) -> T:
-    """What ``body(*args)`` returns. If it raises, at whatever instruction, the state of this thread is put
-    back."""
+    """Return ``body(*args)``. If it raises, at whatever instruction, restore the state of this thread."""
     before = [read() for read, _ in _thread_states]
     try:
         try:
@@ -85,24 +83,24 @@ def restored_on_error(body: Callable[..., T], *args: Any) -> T:
 
 
 def restore_saved(before: list[Any]) -> None:
-    """Restore the state of this thread, as it was read `before`."""
+    """Restore the state of this thread to that read `before`."""
     for (read, restore), value in zip(_thread_states, before, strict=False):
         if read() != value:
             restore(value)
 
 
 class _Held(threading.local):
-    """The locks that this thread has taken, or is about to take, innermost last."""
+    """The locks that this thread holds or is about to take, innermost last."""
 
     def __init__(self) -> None:
         self.locks: list[ForkSafeLock] = []
 
 
 class ForkSafeLock:
-    """A reentrant lock that is free in a forked child, unless the thread that forked holds it. An error gives
-    it back (see `restored_on_error`).
+    """A reentrant lock that is free in a forked child, unless the forking thread holds it. After an error it
+    is released (see `restored_on_error`).
 
-    A forked child has one thread, the one that forked. A lock that another thread held would never be freed.
+    A forked child has only the forking thread. A lock held by any other thread would never be released.
     """
 
     __slots__ = ("__weakref__", "_lock")
@@ -112,12 +110,12 @@ class ForkSafeLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """Free the lock in a forked child, if another thread of the parent held it."""
+        """In a forked child, release the lock if another thread of the parent held it."""
         if not self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock = threading.RLock()
 
     def take_if_free(self) -> bool:
-        """Take the lock if nobody holds it, this thread included; says whether it was free."""
+        """Take the lock if nobody holds it, not even this thread. Returns whether it was free."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
             return False
         _held.locks.append(self)
@@ -127,12 +125,12 @@ class ForkSafeLock:
         return is_taken
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
         _held.locks.remove(self)
 
     def __enter__(self) -> None:
-        _held.locks.append(self)  # first, so that it is known whatever happens next
+        _held.locks.append(self)  # before the lock is taken, so that an error cannot leave it unrecorded
         self._lock.acquire()
 
     def __exit__(self, *error: object) -> None:
@@ -140,13 +138,13 @@ class ForkSafeLock:
         _held.locks.remove(self)
 
     def keep(self, times: int) -> None:
-        """Give the lock back until this thread holds it so many times."""
+        """Release the lock until this thread holds it only `times` times."""
         while self._lock._is_owned() and _depth(self._lock) > times:  # type: ignore[attr-defined]
             self._lock.release()
 
 
 def _depth(lock: Any) -> int:
-    """How many times the owner holds the lock: before Python 3.13 only its text says so."""
+    """How often the owner has taken the lock. Before Python 3.13 only its ``repr`` tells."""
     return int(repr(lock).partition("count=")[2].partition(" ")[0])
 
 
@@ -171,18 +169,18 @@ def _renew_locks() -> None:
 
 os.register_at_fork(after_in_child=_renew_locks)
 
-#: held while a function is traced, because torch's tracers keep state in module globals.
+#: Held while a function is traced, because torch's tracers have state in module globals.
 tracing = ForkSafeLock()
 
-#: held while Inductor compiles a graph, because it keeps state in the same way. Other threads may trace.
+#: Held while Inductor compiles a graph, for the same reason. Other threads may trace meanwhile.
 compiling = ForkSafeLock()
 
 
 class Recent(Generic[Entry]):
-    """A mapping of the entries used last; ``reset`` empties it.
+    """A mapping that holds only the most recently used entries; ``reset`` empties it.
 
     Args:
-        kept: how many, so that a long process does not grow without end.
+        kept: the maximum number of entries, so that a long process does not grow without bound.
     """
 
     def __init__(self, kept: int = 512) -> None:
@@ -192,7 +190,7 @@ class Recent(Generic[Entry]):
         forgotten_by_reset(self.clear)
 
     def get(self, key: Hashable, make: Callable[[], Entry]) -> tuple[Entry, bool]:
-        """The entry, and whether it was made just now."""
+        """The entry, and whether this call made it."""
         with self._lock:
             is_new = key not in self._entries
             if is_new:
@@ -203,7 +201,7 @@ class Recent(Generic[Entry]):
             return self._entries[key], is_new
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
             self._entries.clear()
 

@@ -1,8 +1,8 @@
-"""What was captured, compiled, or run as eager runs it: the answer of every ``explain``, and the logs.
+"""Reports and logs what was captured and compiled, and what ran eagerly.
 
-In: what the stages did. Out: reports, read by people, tests and the harness; of one captured backward also
-records below ``retrograd.live``, and artifacts and events in torch's structured trace, under a compile id of
-its own. A text is made only if somebody listens.
+In: what the stages did. Out: the report that every ``explain`` returns, for people, tests and the harness.
+For each captured backward also records in the loggers below ``retrograd.live``, and artifacts and events in
+torch's structured trace, under one compile id. A text is built only if a log or trace is on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from retrograd.trace import recorded
 _lock = ForkSafeLock()
 
 
-#: how a segment runs that has no code.
+#: `LoweringReport.how` of a segment without code.
 INTERPRETED = "interpreted"
 
 
@@ -61,9 +61,9 @@ class LoweringReport:
     Attributes:
         segment: number of the segment in its schedule.
         how: name of the backend that compiled it, or ``interpreted``.
-        guards: what must hold for its reuse.
+        guards: the conditions for its reuse.
         because: why it was needed: ``first use``, the guard that failed, or why it could not be compiled.
-        graph: the ATen graph; None if the segment is interpreted, or runs code that was made before.
+        graph: the ATen graph; None if the segment is interpreted or runs code from an earlier lowering.
         recompile: whether the segment had a lowering before.
     """
 
@@ -76,7 +76,7 @@ class LoweringReport:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether there is no code."""
+        """Whether the segment has no code."""
         return self.how == INTERPRETED
 
     def code(self) -> str:
@@ -90,7 +90,7 @@ class LoweringReport:
 class BackwardReport:
     """One captured backward: a structure of the autograd graph, with its eager order.
 
-    `notes` say what runs in another way than the user asked for.
+    `notes` lists what runs differently from what the user asked for.
     """
 
     graph: BackwardGraph
@@ -102,7 +102,7 @@ class BackwardReport:
 
     @property
     def recompiles(self) -> list[LoweringReport]:
-        """Lowerings of segments that had one."""
+        """Lowerings of segments that already had one."""
         return [lowering for lowering in self.lowerings if lowering.recompile]
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class BackwardReport:
         return "\n".join(lines)
 
     def print_readable(self, print_output: bool = True) -> str:
-        """The captured backward in eager's order, one line per call; also the ATen graphs of its segments."""
+        """The captured backward in eager's order, one line per call, and the ATen graphs of its segments."""
         parts = [readable(self.graph)]
         parts += [f"# segment {low.segment}, {low.how}\n{low.code()}" for low in self.lowerings if low.graph]
         text = "\n\n".join(parts)
@@ -137,9 +137,9 @@ class GraphReport:
 
     Attributes:
         name: of the function.
-        forward, backward: how many ATen calls each half has.
-        regions: how many autograd nodes stand for it.
-        saved_bytes: memory that is held between forward and backward, without inputs and outputs.
+        forward, backward: the number of ATen calls in each graph.
+        regions: the number of autograd nodes that represent it.
+        saved_bytes: memory held between forward and backward, without inputs and outputs.
         ended_by: why Dynamo ended the graph; empty if the function ended there, or the reason is unknown.
     """
 
@@ -160,14 +160,14 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """What was captured, what ran as eager runs it, and why.
+    """What was captured, what ran eagerly, and why.
 
     Attributes:
-        backwards: one entry for each structure and order that the live path captured; the last ones.
-        graphs: one entry for each graph that was compiled ahead of time; the last ones.
-        fallbacks: for each reason, how often something ran as eager runs it.
-        notes: what was compiled, or runs, in another way than the user asked for.
-        above: a larger report, to which everything is passed on.
+        backwards: one entry for each structure and order that the live path captured; only the latest.
+        graphs: one entry for each graph that was compiled ahead of time; only the latest.
+        fallbacks: for each reason, how often something ran eagerly.
+        notes: what was compiled, or runs, differently from what the user asked for.
+        above: a larger report that receives everything too.
     """
 
     backwards: deque[BackwardReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
@@ -178,12 +178,12 @@ class Report:
 
     @property
     def recompiles(self) -> list[LoweringReport]:
-        """All lowerings of segments that had one."""
+        """All lowerings of segments that already had one."""
         return [lowering for backward in self.backwards for lowering in backward.recompiles]
 
     def captured(self, backward: BackwardReport) -> BackwardReport:
-        """The live path runs a backward here for the first time. Returns the entry that counts its runs here;
-        in the report of the process, all contexts share one entry, `backward` itself."""
+        """The live path runs a backward in this context for the first time. Returns the entry that counts its
+        runs here. In the process-wide report all contexts share one entry, `backward` itself."""
         own = replace(backward, runs=0) if self.above is not None else backward
         for report in self._all():
             entry = own if report.above is not None else backward
@@ -199,9 +199,9 @@ class Report:
             report.graphs.append(graph)
 
     def fell_back(self, reason: Reason, what: str) -> None:
-        """Something ran as eager runs it; `what` says so in words. Warns once per code and text."""
+        """Something ran eagerly; `what` describes it. Warns once per code and text."""
         is_live = reason.stage.startswith("live")
-        if reason.stage != "live.lower":  # segments are counted where they are given up
+        if reason.stage != "live.lower":  # segments are counted where their compilation is given up
             counters["fallbacks" if is_live else "aot_fallbacks"] += 1
         with _lock:
             for report in self._all():
@@ -211,7 +211,7 @@ class Report:
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
     def recorded(self, reason: Reason, *, warn: bool = True) -> None:
-        """Something is compiled, or runs, in another way than the user asked for."""
+        """Something is compiled, or runs, differently from what the user asked for."""
         is_new = reason not in self.notes
         for report in self._all():
             report.notes.setdefault(reason)
@@ -219,11 +219,11 @@ class Report:
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
     def __reduce__(self) -> Any:
-        """Copies and pickles of what refers to the report of the process refer to that of their process."""
+        """References to the process-wide report are copied and pickled as references, by its name."""
         return "process_report" if self is process_report else super().__reduce__()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         for entries in (self.backwards, self.graphs, self.fallbacks, self.notes):
             entries.clear()
 
@@ -245,13 +245,13 @@ class Report:
         return "\n\n".join(backward.print_readable(print_output) for backward in self.backwards)
 
 
-#: everything that happened in this process.
+#: Everything that happened in this process.
 process_report = Report()
 forgotten_by_reset(process_report.clear)
 
 
 class _Here(threading.local):
-    """Lists of what fell back while code ran on this thread, innermost last."""
+    """Lists of the fallbacks that happen on this thread, innermost last."""
 
     def __init__(self) -> None:
         self.lists: list[list[tuple[Reason, str]]] = []
@@ -268,8 +268,8 @@ restore_after_errors(lambda: len(_here.lists), _put_lists_back)
 
 
 class told_to:
-    """Inside, what falls back on this thread is told to `report`, unless the block raises: an error of the
-    program's is no fallback."""
+    """Inside, fallbacks on this thread go to `report`. If the block raises, they are dropped: an error in the
+    user's program is not a fallback."""
 
     __slots__ = ("_heard", "_report")
 
@@ -287,7 +287,7 @@ class told_to:
 
 
 def tell(reason: Reason, what: str) -> None:
-    """Something ran as eager runs it, inside whatever runs on this thread."""
+    """Something ran eagerly on this thread. Report it to the innermost `told_to` block, or process-wide."""
     if _here.lists:
         _here.lists[-1].append((reason, what))
     else:
@@ -299,7 +299,7 @@ forgotten_by_reset(_warned.clear)
 
 
 def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Reason:
-    """The reason why something that raised `error` in `stage` runs as eager runs it."""
+    """The reason why something that raised `error` in `stage` runs eagerly."""
     reason = getattr(error, "reason", None)
     if isinstance(reason, Reason):
         return reason
@@ -307,7 +307,7 @@ def reason_of(error: Exception, stage: str, code: str = "compile-failed") -> Rea
 
 
 def why_failed(what: str, error: BaseException, stage: str) -> Reason:
-    """The reason for running eagerly what has raised where eager does not; counts the failure."""
+    """The reason to run something eagerly that raised where eager does not. Also counts the failure."""
     counters["run_failures"] += 1
     return Reason(
         "code-failed",
@@ -318,7 +318,7 @@ def why_failed(what: str, error: BaseException, stage: str) -> Reason:
 
 
 def _first(reason: Reason, what: str) -> str | None:
-    """The text of a warning; None if the same warning was given before."""
+    """The text of a warning; None if the same warning was already given."""
     key = (reason.code, reason.text)
     with _lock:
         if key in _warned:
@@ -334,7 +334,7 @@ def _indented(reason: Reason) -> str:
 
 
 def _users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning shows the user's line."""
+    """The ``stacklevel`` with which a warning from the caller shows the user's line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("retrograd.", "torch.")
@@ -343,14 +343,14 @@ def _users_level() -> int:
     return level
 
 
-#: how `forward_line` writes a line of the user's.
+#: The format in which `forward_line` writes a line of the user's code.
 _LINE = re.compile(r"(?P<file>.+):(?P<line>\d+)  (?P<code>.*)")
 
 _HAS_RANGE = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.ACCUMULATE}
 
 
 class PlanLog:
-    """Tells about one backward."""
+    """Logs and traces one backward."""
 
     def __init__(self, report: BackwardReport) -> None:
         self._report = report
@@ -363,13 +363,13 @@ class PlanLog:
     # logs and artifacts
 
     def laid_out(self) -> None:
-        """The plan is made."""
+        """The plan has been made."""
         graph, schedule = self._report.graph, self._report.schedule
         self._tell("graph", "retrograd_backward_graph", lambda: readable(graph))
         self._tell("schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule))
 
     def lowered(self, lowering: LoweringReport) -> None:
-        """A segment was compiled, or given up."""
+        """A segment was compiled, or its compilation was given up."""
         self._report.lowerings.append(lowering)
         segment, name = f"segment {lowering.segment}", f"retrograd_segment_{lowering.segment}"
         if lowering.graph is not None:
@@ -383,7 +383,7 @@ class PlanLog:
             self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
 
     def recorded(self, reason: Reason) -> None:
-        """Something runs otherwise than asked."""
+        """Something runs differently from what the user asked for."""
         if reason not in self._report.notes:
             self._report.notes.append(reason)
             live_log.info("backward %s: %s", self.compile_id, reason)
@@ -397,12 +397,13 @@ class PlanLog:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Around a stage of lowering; what torch records inside is filed under this backward."""
+        """Use this around a stage of lowering: torch then files its records under this backward."""
         with compiling(self.compile_id), event(f"retrograd.{name}", self.compile_id):
             yield
 
     def node_recorded(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Around the tracing of `node`: its ATen nodes are to name its autograd node and source line."""
+        """Use this around the tracing of `node`: its ATen nodes then name its autograd node and source
+        line."""
         name = self._report.graph.node_name(call_of(node).node_call)
         note: dict[str, Any] = {"custom": {"autograd_node": name}}
         if found := _LINE.fullmatch(_node_call(self._report, node).source):
@@ -413,20 +414,21 @@ class PlanLog:
     # profiler ranges
 
     def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Around one call of an interpreted segment: eager's ranges, for the calls that are nodes."""
+        """Use this around one call of an interpreted segment: eager's ranges, if the call is a node."""
         if call_of(node).kind not in _HAS_RANGE:
             return nullcontext()
         return node_range(_node_call(self._report, node).name)
 
     def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
-        """Around an opaque call or an accumulation: eager's ranges for a node, else what it is."""
+        """Use this around an opaque call or an accumulation: eager's ranges for a node, else a
+        description."""
         name = _node_call(self._report, step.node).name
         if isinstance(step, Accumulation) or call_of(step.node).kind in _HAS_RANGE:
             return node_range(name)
         return text_range(f"{step.reason} of {name}")
 
     def segment_range(self, segment: Segment, number: int) -> AbstractContextManager[None]:
-        """Around a compiled segment: the names of its nodes."""
+        """Use this around a compiled segment: one range with the names of its nodes."""
         names = [
             _node_call(self._report, node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE
         ]

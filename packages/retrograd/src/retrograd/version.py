@@ -1,4 +1,4 @@
-"""The version of this package: what ``retrograd.__version__`` and files say."""
+"""The version of this package, for ``retrograd.__version__`` and the files that we write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door to torch's autograd engine: requests, the engine's compiler protocol, live graphs, nodes, hooks.
+"""The interface to torch's autograd engine: requests, compiler protocol, live graphs, nodes and hooks.
 
 In: arguments of a backward, autograd nodes and hooks. Out: what the engine collected or ran, as plain values.
 """

@@ -1,7 +1,7 @@
-"""What stock AOTAutograd left on the context of a function that it compiled.
+"""Reads the backward graph that stock AOTAutograd stored on the context of a compiled function.
 
-In: the context (which is the autograd node) of such a function. Out: `AotBackward`, or `Refusal`
-with the reason why this backward is better left to the function itself. Read from
+In: the context of such a function, which is the autograd node. Out: `AotBackward`, or a `Refusal` with the
+reason why the function should run this backward itself. Source:
 ``torch/_functorch/_aot_autograd/runtime_wrappers.py``.
 """
 
@@ -32,12 +32,12 @@ def is_aot_node(node: Any) -> bool:
 
 
 def tensors_on_context(ctx: Any) -> list[torch.Tensor]:
-    """Saved tensors that AOTAutograd keeps on the context, outside of version checking."""
+    """Saved tensors that AOTAutograd stores on the context, without version checks."""
     return list(getattr(ctx, "_tensors_no_vc_check", ()))
 
 
 def read_aot_backward(ctx: Any) -> AotBackward:
-    """The backward graph behind `ctx`."""
+    """Read the backward graph of `ctx`."""
     compiled = ctx._forward_cls
     metadata = compiled.metadata
     module = _module(compiled)
@@ -68,8 +68,8 @@ def _module(compiled: Any) -> fx.GraphModule:
 
 
 def _loaded(load: Callable[[], Any]) -> Any:
-    """A graph out of AOTAutograd's cache. Loading runs it once, so that random numbers in it, among others,
-    become constants: load it with two seeds, and see whether the constants agree."""
+    """Load a graph from AOTAutograd's cache. Loading runs the graph once, which turns random numbers, among
+    others, into constants. So we load it with two seeds and compare the constants."""
 
     def seeded(seed: int) -> Any:
         with unset_fake_temporarily(), torch.random.fork_rng():
@@ -85,7 +85,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
 
 
 def _obstacles(module: fx.GraphModule, metadata: Any) -> Iterator[str]:
-    """What stands against laying the graph into another one."""
+    """The reasons why the graph cannot be inlined into another one."""
     if metadata.is_rng_op_functionalized or metadata.num_graphsafe_rng_states:
         yield "it replays random numbers of the forward from saved generator states"
     if metadata.num_backward_tokens:
@@ -125,7 +125,7 @@ _EFFECTS = frozenset(
         "triton_kernel_wrapper_mutation",
     }
 )
-#: where arithmetic on sizes and the picking of results come from.
+#: The modules of size arithmetic and of ``getitem``, which selects results.
 _PURE_MODULES = frozenset({"_operator", "operator", "math", "torch", "torch.utils._sympy.functions"})
 
 
@@ -142,8 +142,8 @@ def _tangents(metadata: Any) -> tuple[Tangent, ...]:
 
 
 def _slots_with_tangent(metadata: Any) -> list[int]:
-    """The forward's outputs whose gradients enter the graph. They are, in order: inputs that it changed,
-    its results, and bases of results that are views."""
+    """The forward's outputs whose gradients enter the graph. These are, in order, mutated inputs, results,
+    and the bases of results that are views."""
     changed = [
         i
         for i, index in enumerate(metadata.mutated_inp_runtime_indices)
@@ -174,7 +174,7 @@ def _read_tangent(meta: Any, grad: Any) -> list[Any]:
 
 
 def _gradients(module: fx.GraphModule, compiled: Any) -> tuple[Any, ...]:
-    """What the function returns, in terms of the graph's nodes."""
+    """The function's return values, in terms of the graph's nodes."""
     outputs = list(next(iter(reversed(module.graph.nodes))).args[0])
     subclasses = compiled.maybe_subclass_metadata
     if subclasses is None:

@@ -1,9 +1,9 @@
-"""Gradients whose formula torch chooses by values, and without them takes one that rounds otherwise.
+"""Gradient formulas that torch chooses by values; without values, torch uses one that rounds differently.
 
-In: a node of an autograd graph inside a trace, and its gradients. Out: what eager's formula gives: all
-branches are computed, and the values choose. Source: ``prod_backward`` in
-``torch/csrc/autograd/FunctionsManual.cpp``. The other formulas there that look whether a tensor has values
-(``isTensorSubclassLike``) make the same kernels' calls, out of place; a test compares them.
+In: a node of an autograd graph inside a trace, and its gradients. Out: the results of eager's formula. We
+compute all branches and select by the values. Source: ``prod_backward`` in
+``torch/csrc/autograd/FunctionsManual.cpp``. Other formulas there also test whether a tensor has values
+(``isTensorSubclassLike``), but call the same kernels out of place; a test compares them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def results_by_value(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The gradients that eager's formula gives for `node`; None if there is only one formula."""
+    """The gradients that eager's formula gives for `node`; None if torch has only one formula."""
     formula = _FORMULAS.get(node.name())
     if formula is None or grads[0] is None or not node._saved_self.dim():
         return None
@@ -24,7 +24,7 @@ def results_by_value(node: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
 
 
 def _of_product(node: Any, grad: Tensor) -> Tensor:
-    """Of ``prod(x)``: by division where no element is zero; nothing where several are."""
+    """For ``prod(x)``: by division if no element is zero; all zeros if several are."""
     value = node._saved_self.to(grad.dtype)
     without_zeros = grad * (node._saved_result / value).conj()
     zeros = (value == 0).sum()
@@ -34,9 +34,9 @@ def _of_product(node: Any, grad: Tensor) -> Tensor:
 
 
 def _of_products(node: Any, grad: Tensor) -> Tensor:
-    """Of ``prod(x, dim)``: by division where no element of the whole tensor is zero."""
+    """For ``prod(x, dim)``: by division if no element of the whole tensor is zero."""
     value, result = node._saved_self.to(grad.dtype), node._saved_result
-    dim = node._saved_dim % 2**64  # torch shows a negative one without its sign
+    dim = node._saved_dim % 2**64  # torch returns a negative one as unsigned
     dim -= 2**64 if dim >= 2**63 else 0
     if not node._saved_keepdim:
         grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
@@ -45,7 +45,7 @@ def _of_products(node: Any, grad: Tensor) -> Tensor:
 
 
 def _excluding_each(grad: Tensor, value: Tensor, dim: int) -> Tensor:
-    """The gradient by the product of all other elements."""
+    """The gradient times the product of all other elements."""
     if value.numel() == 0:
         return torch.zeros_like(value)
     if value.shape[dim] == 1:

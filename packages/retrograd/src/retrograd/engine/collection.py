@@ -1,14 +1,14 @@
-"""Collect a backward: the short time during which torch's engine talks to our object.
+"""Collects a backward: makes torch's engine hand the live graph over to our capture object.
 
-In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python gateway of
-``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``. Out: the gradients of a stock
-run.
+In: the arguments of ``torch.autograd.graph._engine_run_backward``, the one Python function through which
+``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` enter the engine. Out: the
+gradients that the stock engine computes.
 
-In: an `EngineRequest` and a factory of capture objects. Out: `Collected`, that is everything the engine
-lifted out of the autograd graph, and the artifact that the capture object made of the graph's structure
-(kept by the engine in its structural cache: a later backward of equal structure returns the same one).
+In: an `EngineRequest` and a factory of capture objects. Out: `Collected`: all values that the engine lifted
+out of the autograd graph, and the artifact that the capture object made from the graph's structure. The
+engine stores the artifact in its structural cache, so a later backward of equal structure gets the same one.
 
-The engine's compiler is installed here and nowhere else, and only while the window is open (see `entering`).
+Only this module installs our engine compiler, and only while `window` grants this thread a capture.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from retrograd.process import forgotten_by_reset, restore_after_errors
 if TYPE_CHECKING:
     from retrograd.engine.request import EngineRequest
 
-#: where torch keeps the gateway.
+#: Where torch holds the engine's Python entry point.
 GATEWAYS = ("torch.autograd.graph:_engine_run_backward", "torch.autograd:_engine_run_backward")
 
 
@@ -42,7 +42,7 @@ def run_stock(request: EngineRequest) -> tuple[torch.Tensor | None, ...]:
 
 
 def call_engine(request: EngineRequest, allow_unreachable: bool = False) -> tuple[torch.Tensor | None, ...]:
-    """Call the engine, whatever its compiler is, perhaps as if inputs might be unreachable."""
+    """Call the engine with whatever compiler it has. `allow_unreachable` also permits unreachable inputs."""
     return stock_run_backward(
         request.tensors,
         request.grad_tensors,
@@ -56,14 +56,17 @@ def call_engine(request: EngineRequest, allow_unreachable: bool = False) -> tupl
 
 @dataclass
 class Collected:
-    """One backward as the engine handed it over. The lists are ours: whoever reads them may empty them.
+    """One backward as the engine handed it over. The lists belong to us: a reader may empty them.
 
     Attributes:
         artifact: what the capture object returned for this structure: a callable that runs a `Collected`
             (called if stock compiled autograd meets the structure), with ``n_outputs`` and
             ``needs_engine_frame``.
-        inputs: tensors lifted from the graph. sizes: sizes that are no longer static.
-        scalars: lifted numbers. hooks: hook objects and Function contexts. packed: packed saved tensors.
+        inputs: tensors lifted from the graph.
+        sizes: sizes that are no longer static.
+        scalars: lifted numbers.
+        hooks: hook objects and Function contexts.
+        packed: packed saved tensors.
     """
 
     artifact: Any
@@ -75,8 +78,8 @@ class Collected:
 
 
 class CacheEntry:
-    """What the engine keeps of a structure. It never lets go of it, even when its cache is dropped: it leaks
-    the tuple that ``end_capture`` returns. So the artifact is taken out by us.
+    """The engine's cache value for one structure. The engine never frees it, even when its cache is cleared,
+    because it leaks the tuple that ``end_capture`` returns. So we drop the artifact from it ourselves.
     """
 
     __slots__ = ("artifact",)
@@ -86,16 +89,16 @@ class CacheEntry:
         _kept.append(self)
 
     def __call__(self, call: Collected) -> Any:
-        """What the artifact returns; the engine demands something that can be called."""
+        """Run the artifact. The engine requires a callable here."""
         return self.artifact(call)
 
 
-#: of all structures in the engine's cache.
+#: The entries for all structures in the engine's cache.
 _kept: list[CacheEntry] = []
 
 
 class _Collection(threading.local):
-    """What the engine hands over on this thread, while a window is open."""
+    """The receiver of what the engine hands over on this thread; None outside of `collect`."""
 
     receive: Callable[[Collected], None] | None = None
 
@@ -104,7 +107,7 @@ _collection = _Collection()
 restore_after_errors(lambda: _collection.receive, lambda receive: setattr(_collection, "receive", receive))
 _stock_captures = -1
 
-#: the engine forgets no structure: after so many, all are dropped, and captured again if they are met again.
+#: The engine never evicts a structure. At this many we clear its cache; structures met later are recaptured.
 KEPT_STRUCTURES = 512
 _structures = 0
 
@@ -112,26 +115,26 @@ _structures = 0
 def collect(
     request: EngineRequest, factory: Callable[[], Any], run_in_frame: Callable[[Collected], None]
 ) -> Collected | None:
-    """Let the engine walk the graph of `request` and hand it over; nothing is computed.
+    """Let the engine walk the graph of `request` and hand it over. This computes nothing.
 
     Args:
         request: the backward.
-        factory: makes a capture object when the structure is new; it is closed in any case.
+        factory: makes a capture object if the structure is new; the object is closed in any case.
         run_in_frame: runs the backward at once, for artifacts with ``needs_engine_frame``.
 
     Returns:
-        What was collected, or None if it was run in the engine's frame.
+        What was collected, or None if the backward ran in the engine's frame.
 
     Raises:
-        Refusal: another thread is in a backward, or this one is in the engine's frame.
-        Exception: whatever the engine or the capture object raised; nothing was consumed then, and the
-            same request can still be run on the stock engine.
+        Refusal: another thread is in a backward, or this thread is in the engine's frame.
+        Exception: whatever the engine or the capture object raised. Nothing was consumed then: the same
+            request can still run on the stock engine.
     """
     collected: list[Collected] = []
 
     def receive(call: Collected) -> None:
         if call.artifact.needs_engine_frame:
-            engine_protocol.set_autograd_compiler(None, False)  # the end of the window restores it
+            engine_protocol.set_autograd_compiler(None, False)  # `_compiler` restores it at its end
             with window.suspended():
                 run_in_frame(call)
         else:
@@ -167,7 +170,7 @@ def collect(
 def runtime_wrapper(
     kept: CacheEntry, inputs: Any, sizes: Any, scalars: Any, hooks: Any, packed: Any
 ) -> list[None]:
-    """Called by the engine with what it keeps of a structure, and this backward's lifted values."""
+    """The engine calls this with its cache value for the structure and this backward's lifted values."""
     artifact = kept.artifact
     call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))
     inputs.clear()
@@ -180,7 +183,7 @@ def runtime_wrapper(
 
 @forgotten_by_reset
 def clear_engine_cache() -> None:
-    """Drop every structure that the engine remembers, ours and others'."""
+    """Clear the engine's cache of structures, ours and those of stock compiled autograd."""
     global _structures
     _structures = 0
     engine_protocol.clear_cache()
@@ -189,13 +192,13 @@ def clear_engine_cache() -> None:
 
 
 def leave_engine_cache_to_stock() -> None:
-    """The engine's cache does not know who filled it: stock must not find structures of ours."""
+    """The engine's cache does not record who filled it: stock must not find our structures."""
     if _kept:
         clear_engine_cache()
 
 
 def _forget_foreign_captures() -> None:
-    """Nor must we find structures of stock's: drop all when stock compiled autograd captured since."""
+    """Nor may we find stock's structures: clear the cache if stock compiled autograd has captured since."""
     global _stock_captures
     captures = dynamo_counters["compiled_autograd"]["captures"]
     if captures != _stock_captures:
@@ -204,7 +207,7 @@ def _forget_foreign_captures() -> None:
 
 
 class _Replaced(threading.local):
-    """The compilers of the engine that this thread has replaced, the first one first."""
+    """The engine's compilers that this thread has replaced, oldest first."""
 
     def __init__(self) -> None:
         self.compilers: list[tuple[Any, bool]] = []
@@ -214,7 +217,7 @@ _replaced = _Replaced()
 
 
 def _put_compilers_back(count: int) -> None:
-    """Until `count` are replaced. An error may have come at any instruction of the blocks below."""
+    """Put replaced compilers back until `count` remain. An error may interrupt the code below anywhere."""
     compilers = _replaced.compilers
     while len(compilers) > count:
         compiler, dynamic = compilers[-1]
@@ -227,14 +230,14 @@ restore_after_errors(lambda: len(_replaced.compilers), _put_compilers_back)
 
 
 class _compiler:
-    """Installs `factory` as the engine's compiler, then restores what was there."""
+    """Installs `factory` as the engine's compiler, and restores the previous one at the end."""
 
     def __init__(self, factory: Callable[[], Any] | None) -> None:
         self._factory = factory
 
     def __enter__(self) -> None:
         self._count = len(_replaced.compilers)
-        # In one instruction: nothing can come between the exchange and the note of it.
+        # In one instruction: no error can come between the exchange and the record of it.
         _replaced.compilers.extend(map(engine_protocol.set_autograd_compiler, (self._factory,), (False,)))
 
     def __exit__(self, *error: object) -> None:
@@ -242,17 +245,17 @@ class _compiler:
 
 
 def installed_compiler() -> Any | None:
-    """The compiler that stock compiled autograd has installed, another one each time that it is switched on;
-    None if it is off. Ours is never seen here."""
+    """The compiler that stock compiled autograd has installed; None if it is off. Each time that it is
+    switched on, this is a new object. It is never our compiler."""
     if not stock.compiled_autograd_enabled:
         return None
-    with window.stock(), _compiler(None):  # no capture of ours is under way on another thread
+    with window.stock(), _compiler(None):  # `window` lets no other thread capture meanwhile
         return _replaced.compilers[-1][0]
 
 
 @contextmanager
 def stock_compiler_off() -> Iterator[None]:
-    """Switch stock compiled autograd off, and on again at the end."""
+    """Switch stock compiled autograd off, and restore it at the end."""
     with _compiler(None):
         stock.compiled_autograd_enabled = False
         yield

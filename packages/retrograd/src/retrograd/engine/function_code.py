@@ -1,8 +1,8 @@
-"""Does an ``autograd.Function`` do the same whenever it is given the same? Read from its code.
+"""Decides from its code whether an ``autograd.Function`` is pure: equal arguments give equal results.
 
-In: the class. Out: a `PurityAnalysis`: what its methods do besides computing from their arguments, and the
-functions of the user's that they call by a global name. A method may use its arguments, torch, ``math``,
-harmless builtins, and functions that are so themselves; a backward may change nothing.
+In: the class. Out: a `PurityAnalysis`: the side effects of its methods, and the user functions that they call
+by a global name. A method may use its arguments, torch, ``math``, harmless builtins, and functions that are
+pure themselves; a backward may not mutate anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step = dis.Instruction
 
 _METHODS = ("forward", "setup_context", "backward")
 
-#: what every function may use of Python's own: none of it depends on, or changes, anything else.
+#: The builtins that every function may use: none depends on or changes anything but its arguments.
 _HARMLESS = (
     "abs all any bool complex dict divmod enumerate float getattr hasattr int isinstance len list max min "
     "pow range reversed round slice sorted sum tuple type zip "
@@ -36,13 +36,13 @@ _BUILTINS = frozenset(vars(builtins)[name] for name in _HARMLESS.split())
 
 _MODULES = (math, operator)
 
-#: names of streams, events, futures, and of what one does with them. They start no operator.
+#: Names of streams, events, futures and their methods. They launch no operator.
 _ASYNCHRONOUS = (
     "Event Future Stream StreamContext collect_all current_stream default_stream fork get_future "
     "record_event record_stream set_stream stream synchronize wait wait_all wait_event wait_stream"
 )
 
-#: what a method of a context or a tensor, or a function of torch, does that a graph cannot hold.
+#: Attributes of a context, a tensor or torch whose use a graph cannot represent, each with the reason.
 _ATTRIBUTES: Mapping[str, str] = {
     "mark_dirty": "it changes its inputs in place",
     "item": "it reads values",
@@ -64,7 +64,7 @@ _STORES = {
     "YIELD_VALUE": "is a generator",
 }
 
-#: methods of containers that change them. What a method made itself, it may change.
+#: Methods that mutate a container. A method may call them on a container that it made itself.
 _FILLS = frozenset({"append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault"})
 
 _CHANGES = ("STORE_ATTR", "DELETE_ATTR", "DELETE_SUBSCR")
@@ -78,11 +78,11 @@ _CODE = (
 
 @dataclass
 class PurityAnalysis:
-    """What the code of a Function tells.
+    """What we found in the code of a Function.
 
     Attributes:
-        reason: what it does besides computing from its arguments; None if nothing.
-        helpers: what it calls by a global name, which may be given another value: namespace, name, value.
+        reason: why the Function is not pure; None if it is.
+        helpers: what it calls by a global name, which may be rebound: namespace, name, value.
         seen: the functions that were read.
     """
 
@@ -92,19 +92,19 @@ class PurityAnalysis:
 
     @classmethod
     def of(cls, function: Any) -> PurityAnalysis:
-        """Read the methods of a Function."""
+        """Analyse the methods of a Function."""
         reading = cls()
         reading.reason = _why_not_repeatable(function, reading)
         return reading
 
     def still_holds(self) -> bool:
-        """Whether the global names still stand for the functions that were read."""
+        """Whether the global names are still bound to the functions that were read."""
         return all(names.get(name) is value for names, name, value in self.helpers)
 
 
 def why_backward_has_effects(function: Any) -> str | None:
-    """What the backward of a Function changes that outlives it, besides tensors and its context; None if its
-    code tells of nothing."""
+    """The first lasting side effect of a Function's backward, apart from changes to tensors and its context;
+    None if its code shows none."""
     written = _written_backward(function)
     return next(
         filter(None, (_Effects(method, PurityAnalysis(), True).why_not() for method in written)), None
@@ -112,8 +112,8 @@ def why_backward_has_effects(function: Any) -> str | None:
 
 
 def writes_in_place(hook: Any, depth: int = 4) -> bool:
-    """Whether a hook, or its code, or a function that it closes over, may change a tensor in place, as far as
-    code tells: it is or calls a method whose name ends in ``_``, or stores into something."""
+    """Whether a hook's code, or that of a function it closes over, may change a tensor in place: it is or
+    uses a method whose name ends in ``_``, or it stores into something."""
     hook = getattr(hook, "func", hook)
     if isinstance(hook, types.CodeType):
         return any(map(_code_writes_in_place, codes_in(hook)))
@@ -135,7 +135,7 @@ def _code_writes_in_place(code: types.CodeType) -> bool:
 
 
 def _stores_into(step: Step) -> bool:
-    """Whether an instruction changes elements of something, or all of it, as ``+=`` does."""
+    """Whether an instruction mutates an object: it stores elements, or is an ``+=`` or the like."""
     is_sum = step.opname == "BINARY_OP" and step.argrepr[-1:] == "="
     return is_sum or step.opname in ("STORE_SUBSCR", "STORE_SLICE")
 
@@ -145,8 +145,8 @@ def _changes_in_place(method: str) -> bool:
 
 
 def reads_saved_tensors(function: Any) -> bool | None:
-    """Whether the backward of a Function asks for the tensors that were saved for it; None if its code does
-    not tell, because it hands its context on."""
+    """Whether the backward of a Function reads ``saved_tensors``; None if its code does not tell, because it
+    passes its context to other code."""
     codes = [method.__code__ for method in _written_backward(function)]
     if any("saved_tensors" in code.co_names for code in codes):
         return True
@@ -154,7 +154,7 @@ def reads_saved_tensors(function: Any) -> bool | None:
 
 
 def _hands_context_on(code: types.CodeType) -> bool:
-    """Whether the first parameter is used otherwise than for its attributes."""
+    """Whether the first parameter is used for anything but attribute access."""
     context = next(iter(code.co_varnames), None)
     return any(
         context in (one.argval if isinstance(one.argval, tuple) else (one.argval,))
@@ -164,12 +164,12 @@ def _hands_context_on(code: types.CodeType) -> bool:
 
 
 def _written_backward(function: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of a Function's backward, without torch's decorators."""
+    """The Python functions that make up a Function's backward, without torch's decorators."""
     return (method for method in _unwrapped(function.backward) if not _is_in_torch(method))
 
 
 def methods_of(function: Any) -> Iterator[types.FunctionType]:
-    """The Python functions that a Function defines, under their decorators too."""
+    """The Python functions that a Function defines, including those under decorators."""
     for name in _METHODS:
         yield from _unwrapped(getattr(function, name))
 
@@ -195,9 +195,9 @@ class _Reader:
     """Reads the code of one function.
 
     Args:
-        function: whose code it is.
-        reading: is told of the functions that are called.
-        is_backward: whether it runs in a backward, where nothing may be changed.
+        function: the function whose code is read.
+        reading: collects the functions that the code calls.
+        is_backward: whether the function runs in a backward, where it may not mutate anything.
     """
 
     _stores = frozenset(_STORES)
@@ -208,7 +208,7 @@ class _Reader:
         self._cells = closed_over(function)
 
     def why_not(self) -> str | None:
-        """What the function does besides computing from its arguments; None if nothing."""
+        """Why the function is not pure; None if it is."""
         if (self._function, self._is_backward) in self._reading.seen:
             return None
         self._reading.seen.add((self._function, self._is_backward))
@@ -217,7 +217,7 @@ class _Reader:
     def _why_not_code(self, code: types.CodeType) -> str | None:
         own = {*code.co_cellvars, *code.co_varnames}
         steps = list(dis.get_instructions(code))
-        added_to = None  # what was loaded before it was copied, as ``ctx`` in ``ctx.calls += 1``
+        added_to = None  # the object loaded before a COPY: ``ctx`` in ``ctx.calls += 1``
         for before, step, after in zip([None, *steps], steps, [*steps[1:], None], strict=False):
             added_to = before if step.opname == "COPY" else added_to
             loaded = added_to if before is not None and before.opname == "SWAP" else before
@@ -244,7 +244,7 @@ class _Reader:
         return self._why_not_change(step) if self._is_backward else None
 
     def _is_context(self, load: Step | None) -> bool:
-        """Whether the context of the Function was loaded: the first argument, by torch's convention."""
+        """Whether `load` loads the Function's context, by torch's convention the first argument."""
         first = self._function.__code__.co_varnames[:1]
         loaded = load.argval if load is not None and load.opname.startswith("LOAD_FAST") else None
         return (loaded[-1:] if isinstance(loaded, tuple) else (loaded,)) == first
@@ -281,7 +281,7 @@ class _Reader:
 
 
 class _Effects(_Reader):
-    """Reads code for what it changes only, not for what it reads, nor for changes of tensors."""
+    """Looks only for lasting side effects in the code: not for what it reads, nor for mutated tensors."""
 
     _stores = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF"})
 
@@ -297,14 +297,14 @@ class _Effects(_Reader):
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether this is a function or class of torch's, or a value like ``torch.float32``."""
+    """Whether `value` is a function or class from torch, or a constant like ``torch.float32``."""
     module = getattr(value, "__module__", None)
     is_torchs = isinstance(module, str) and module.partition(".")[0] == "torch"
     return isinstance(value, _VALUES) or (is_torchs and isinstance(value, _CODE))
 
 
 def _is_in_torch(function: types.FunctionType) -> bool:
-    """Whether torch defines the function. A decorator of torch's gives its own the module of the user's."""
+    """Whether torch defines the function. We check its globals: torch's decorators copy ``__module__``."""
     return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 

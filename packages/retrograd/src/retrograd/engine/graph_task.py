@@ -1,13 +1,13 @@
-"""A plan inside a backward of torch's: what only the engine can do for it, and what user code does meanwhile.
+"""Runs a plan inside one of torch's own backwards, and tracks hooks that change while plans run.
 
-In: a function, and the request that it answers. Out: nothing; the function runs exactly once, on this thread
-unless it is deeply nested. Inside, ``torch._C._current_graph_task_id()`` is set, ``queue_callback`` works and
-its callbacks run when the function has returned, a nested ``.backward()`` is reentrant as in eager, and grad
-mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
+In: a function, and the request that it serves. Out: nothing. The function runs exactly once, on this thread
+unless backwards are nested too deeply. While it runs, ``torch._C._current_graph_task_id()`` is set. Callbacks
+from ``queue_callback`` run when the function has returned. A nested ``.backward()`` is reentrant, as in
+eager. Grad mode, ``keep_graph`` and the validity of reentrant checkpointing are those of the request.
 
-In: registrations and removals of hooks on any thread, seen at torch's Python entry points to them. Out:
-`HookChanges`. Eager looks hooks up when it reaches a node; a plan knows the hooks that were there when it was
-collected, and must be told of what changed since.
+In: hooks that any thread registers or removes, seen at torch's Python entry points. Out: `HookChanges`. Eager
+looks up hooks when it reaches a node. A plan knows only the hooks that existed when its backward was
+collected, so we must tell it about later changes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from retrograd.graph.backward_graph import HookKind
 from retrograd.process import restore_after_errors
 from retrograd.runtime.tensor import PLAIN_CLASSES
 
-#: is given a dictionary of hooks, and the tensor that it belongs to, unless that is a node.
+#: Receives a dictionary of hooks and the tensor that owns it; None instead of the tensor if a node owns it.
 OnHook = Callable[[Any, torch.Tensor | None], None]
 
 
 class _Body(threading.local):
-    """The functions to be run on this thread, innermost last."""
+    """The functions that run on this thread inside a graph task, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Callable[[], None]] = []
@@ -60,7 +60,8 @@ restore_after_errors(lambda: len(_body.stack), _put_bodies_back)
 class _RunBody(torch.autograd.Function):
     """Its backward runs the innermost body of the thread that made it; it produces no gradient.
 
-    A deeply nested backward runs on another thread (torch's ``MAX_DEPTH``), while its own waits.
+    If backwards are nested too deeply (torch's ``MAX_DEPTH``), the engine runs the inner one on another
+    thread while the calling thread waits.
     """
 
     @staticmethod
@@ -82,7 +83,7 @@ def _leaf_and_root(bodies: list[Callable[[], None]]) -> tuple[torch.Tensor, torc
 
 
 def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
-    """Run `body` as the one node of a backward like `request`."""
+    """Run `body` as the only node of a backward with the options of `request`."""
     if _body.root is None or _body.leaf is None:
         _body.leaf, _body.root = unseen(functools.partial(_leaf_and_root, _body.stack))
     only_leaf = (_body.leaf,) if request.inputs or not request.accumulate_grad else ()
@@ -107,16 +108,17 @@ def run_in_graph_task(body: Callable[[], None], request: EngineRequest) -> None:
 
 
 def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
-    """What `body` returns, run where autograd nodes called by hand compute all their gradients.
+    """Return `body()`, run where autograd nodes called by hand compute all their gradients.
 
-    Inside a backward they compute those that it asks for (``Node::task_should_compute_output``).
+    Inside a backward, a node computes only the gradients that this backward needs
+    (``Node::task_should_compute_output``).
     """
     if torch._C._current_graph_task_id() == -1:
         return body()
     found: list[Any] = []
     request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
     levels = torch._C._vmapmode_increment_nesting()
-    try:  # torch refuses such a backward inside its older vmap, which ``is_grads_batched`` uses
+    try:  # torch refuses a nested backward inside its older vmap, which ``is_grads_batched`` uses
         for _ in range(levels):
             torch._C._vmapmode_decrement_nesting()
         run_in_graph_task(lambda: found.append(body()), request)
@@ -128,7 +130,7 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
 
 @dataclass(frozen=True)
 class LateHook:
-    """A hook registered while a plan runs: on gradient `slot` of `node`. Its handle has this `number`."""
+    """A hook registered on gradient `slot` of `node` while a plan runs; `number` is the id of its handle."""
 
     kind: HookKind
     node: Any
@@ -139,7 +141,7 @@ class LateHook:
 
 @dataclass(eq=False)
 class HookChanges:
-    """What changed since the last look, for a plan on this `thread`."""
+    """Hooks registered and removed since the last `take`, for a plan on this `thread`."""
 
     thread: int = 0
     late: list[LateHook] = field(default_factory=list)
@@ -150,7 +152,7 @@ class HookChanges:
         return bool(self.late or self.removed or self._unplaced)
 
     def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[Any]]:
-        """The changes, which are forgotten here; hooks put on one of `nodes` itself are found there."""
+        """Return the late and the removed hooks, and clear them. `nodes` are searched for late node hooks."""
         late = [*self.late, *self._placed(nodes)]
         removed = list(self.removed)
         self.late.clear()
@@ -159,8 +161,9 @@ class HookChanges:
         return late, removed
 
     def went(self, hook: Any, number: int) -> None:
-        """The hook with this handle was removed: it has not come, if it came since the last look. Two threads
-        may give their handles one number: torch counts without a lock."""
+        """Record that the hook with this handle was removed. If it was registered since the last `take`, the
+        two cancel. We compare the hook as well as its number: torch counts handles without a lock, so two
+        threads may get one number."""
         count = len(self.late) + len(self._unplaced)
         self.late[:] = [late for late in self.late if (late.hook, late.number) != (hook, number)]
         self._unplaced[:] = [one for one in self._unplaced if one[1:] != (hook, number)]
@@ -168,7 +171,7 @@ class HookChanges:
             self.removed.append(hook)
 
     def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
-        """torch tells which dict a node hook went into, not which node: ask the nodes for their dicts."""
+        """torch tells us which dictionary received a node hook, but not which node owns it: compare all."""
         if not self._unplaced:
             return
         for node in nodes:
@@ -178,13 +181,13 @@ class HookChanges:
                         yield LateHook(kind, node, 0, hook, number)
 
 
-#: of the plans under way, on all threads: a hook may concern any of them.
+#: For the running plans of all threads: a hook may concern any of them.
 _watched: list[HookChanges] = []
 _ASKING = object()
 
 
 class watching:
-    """Collect the changes until the end of the block."""
+    """Collect hook changes until the end of the block."""
 
     def __enter__(self) -> HookChanges:
         self._changes = HookChanges(threading.get_ident())
@@ -210,11 +213,11 @@ restore_after_errors(_watched_here, _watch_only)
 
 
 def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
-    """The dictionaries of the hooks that were registered on `node` itself, or None for those without any."""
+    """The dictionaries of the hooks registered on `node` itself; None for a kind that has no hooks."""
     registers = node.register_prehook, node.register_hook
     for kind, register in zip((HookKind.NODE_PRE, HookKind.NODE_POST), registers, strict=True):
         try:
-            register(_ASKING)  # nothing is registered
+            register(_ASKING)  # our handler raises, so this registers nothing
         except Escape as found:
             yield kind, found.value
         else:
@@ -225,7 +228,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
-            return handle  # a subclass registers by itself; of a trace, the real tensor has it
+            return handle  # a subclass registers by itself; during a trace, the real tensor holds the hook
         on_hook(handle.hooks_dict_ref(), tensor)
         if _watched:
             edge = get_gradient_edge(tensor)
@@ -260,8 +263,8 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
 
 
 def watch_hooks(on_hook: OnHook) -> None:
-    """From here on, see the hooks that user code registers or removes while a plan runs, and have each
-    dictionary `on_hook` that gets a hook, at any time."""
+    """From now on, observe the hooks that user code registers or removes while a plan runs. Also call
+    `on_hook` with every dictionary that receives a hook, at any time."""
     handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, on_hook))
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, on_hook))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(on_hook))
@@ -269,7 +272,7 @@ def watch_hooks(on_hook: OnHook) -> None:
 
 
 def call_cpp_tensor_pre_hooks(hook: int, grad: torch.Tensor) -> torch.Tensor:
-    """Call C++ hook number `hook` of the backward whose engine frame is alive."""
+    """Call C++ hook number `hook` of the backward whose engine frame is on the stack."""
     result = engine_protocol.call_cpp_tensor_pre_hooks(hook, grad)
     assert isinstance(result, torch.Tensor)
     return result
@@ -285,6 +288,6 @@ def counts_other_hooks(hook: Any) -> bool:
 
 
 def has_waiting_hooks(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is a leaf with post-accumulate-grad hooks. They may free the gradient at once,
-    as an optimizer in backward does, so that it matters how many gradients there are at a time."""
+    """Whether any of `values` is a leaf with post-accumulate-grad hooks. Such a hook may free the gradient at
+    once (optimizer in backward), so the number of gradients alive at a time matters."""
     return any(bool(value._post_accumulate_grad_hooks) for value in values if type(value) in PLAIN_CLASSES)

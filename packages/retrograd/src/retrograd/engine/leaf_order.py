@@ -1,17 +1,17 @@
-"""Leaves to which one node hands gradients, in a given order.
+"""Makes the engine run leaves in a given order when one node hands gradients to all of them.
 
 In: a Function's node whose gradients go to several leaves at once, and the order. Out: the engine runs the
 leaves' nodes (``AccumulateGrad``) in that order.
 
-The engine runs what is ready by sequence number. All leaves have the largest one, so those that become ready
-together leave its heap in no order of theirs. For as long as they are in the heap, their nodes get numbers
-below that, one for each turn; all other nodes' are far below. The last leaf waits behind a node of ours,
-`LastOrderedLeaf`, which the engine runs after the other leaves, and which takes the numbers back. A leaf that
-waits for another gradient then has the largest number again when that comes. What `LastOrderedLeaf` could not
-take back is taken back at the end of the backward.
+The engine runs ready nodes by sequence number. All leaves share the largest number, so leaves that become
+ready together leave its heap in no defined order. While they are in the heap, we give their nodes smaller
+numbers, one for each turn; the numbers of all other nodes are far below. The last leaf comes after a node of
+ours, `LastOrderedLeaf`. The engine runs that node after the other leaves. The node restores their numbers, so
+a leaf that still waits for another gradient has the largest number when that arrives. Numbers that
+`LastOrderedLeaf` could not restore are restored at the end of the backward.
 
-A leaf's node belongs to all graphs that reach it. Where two threads differentiate through the same leaves at
-the same time, hooks of leaves may run in another order on one of them.
+A leaf's node is shared by all graphs that reach it. If two threads differentiate through the same leaves at
+the same time, leaf hooks may run in another order on one of them.
 
 Source: ``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.cpp``.
 """
@@ -30,56 +30,55 @@ from retrograd.graph.eager_order import ACCUMULATES
 
 
 class OrderedLeaves(torch.autograd.Function):
-    """A Function whose context names, in ``turns``, those of its edges that lead to leaves and have an order.
-    The last of them leads to a leaf through `last_turn`."""
+    """A Function whose context lists in ``turns`` the edges that lead to ordered leaves. The last of these
+    edges leads to its leaf through `last_turn`."""
 
 
 class LastOrderedLeaf(torch.autograd.Function):
-    """Hands a gradient on as it is, after the other leaves have had their turns."""
+    """Passes a gradient on unchanged, after the other leaves have had their turns."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        """The leaf, behind this node."""
+        """Return an alias of the leaf, behind this node."""
         ctx.others = []
         ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Take the others' numbers back."""
+        """Restore the sequence numbers of the other leaves."""
         _take_back(ctx.others)
         return grad
 
 
-#: given a leaf, returns what leads to it through `LastOrderedLeaf`.
+#: Takes a leaf and returns an alias whose gradient reaches the leaf through `LastOrderedLeaf`.
 last_turn = entry_of(LastOrderedLeaf)
 
 
 class _WhenAllIsOver:
-    """Takes numbers back at the end of a graph task, which holds it, if no `LastOrderedLeaf` has: it was not
-    asked
-    for, or a hook has raised. What `LastOrderedLeaf` has taken back is no longer in the list that both
-    hold."""
+    """Restores numbers at the end of the graph task that holds it, if `LastOrderedLeaf` has not run: it was
+    not needed, or a hook raised. Both share one list, from which `LastOrderedLeaf` removes what it
+    restores."""
 
     def __init__(self, leaves: list[Any]) -> None:
         self._leaves = leaves
 
     def __call__(self) -> None:
-        """The graph task calls it before it lets go of it."""
+        """The graph task calls this before it releases the object."""
 
     def __del__(self) -> None:
         _take_back(self._leaves)
 
 
 def _take_back(leaves: list[Any]) -> None:
-    """Give these leaves' nodes the number that all leaves have; empties the list."""
+    """Give these leaves' nodes the number that all leaves have, and empty the list."""
     while leaves:
         leaves.pop()._set_sequence_nr(ACCUMULATES)
 
 
 def take_turns(ctx: Any) -> None:
-    """Have the engine, which runs the backward of `ctx`, run the leaves at ``ctx.turns`` in this order. Where
-    a plan of ours runs it, the plan knows the order; where the user calls it, there is no order."""
+    """Make the engine, which runs the backward of `ctx`, run the leaves at ``ctx.turns`` in this order. We do
+    nothing inside a plan, which knows the order, or if the user calls the node, when there is no order."""
     if not issubclass(type(ctx), BackwardCFunction) or torch._C._current_graph_task_id() == -1:
         return
     below = ctx.next_functions
@@ -91,9 +90,8 @@ def take_turns(ctx: Any) -> None:
 
 
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
-    """The edges that `node` serves one step after the other, if it is the node of an `OrderedLeaves` with
-    turns;
-    else nothing."""
+    """Groups of edges that `node` serves one after the other, if it is the node of an `OrderedLeaves` with
+    turns; otherwise empty."""
     if not (turns := _turns_of(node)):
         return ()
     _, *following = turns
@@ -102,8 +100,8 @@ def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def beginning_of(request: EngineRequest) -> tuple[tuple[str, ...], Hashable]:
-    """The names of the roots' nodes, and what is below them: equal for equal backwards. Of a node with turns,
-    which has an edge for each parameter, that is the turns."""
+    """The names of the roots' nodes, and of the nodes below them: equal for equal backwards. For a node with
+    turns, which has an edge for each parameter, the turns replace the names below."""
     roots = [edge_of(root)[0] for root in request.tensors]
     return _names(roots), tuple(_turns_of(root) or _below(root) for root in roots)
 
@@ -117,8 +115,8 @@ def _names(nodes: Iterable[Any]) -> tuple[str, ...]:
 
 
 def nodes_outside_regions(request: EngineRequest) -> int | None:
-    """How many nodes `request` has besides those of functions that we compiled, their barriers and leaves;
-    None if it has no such function."""
+    """The number of nodes of `request` outside the functions that we compiled, without leaves and their
+    barriers; None if `request` has no such function."""
     nodes = [node for node in nodes_below(map(edge_of, request.tensors)) if leaf_of(node) is None]
     if not any(_is_a(node, OrderedLeaves) for node in nodes):
         return None

@@ -1,13 +1,12 @@
-"""Autograd nodes and Functions: called by hand; their saved tensors checked for changes, and released.
+"""Calls autograd nodes and Functions by hand, and checks the versions of saved tensors.
 
-In: nodes of an autograd graph (``grad_fn``) and gradients. Out: the gradients they give for each of their
-edges, as ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would
-hand them on.
+In: nodes of an autograd graph (``grad_fn``), and gradients. Out: one gradient for each edge of a node, as
+``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would pass it on.
 
-In: nodes, or the tensors that the engine collected, whose versions it has checked. Out: the tensors with the
-history that they had when they were saved; which of them were changed in place since. Eager checks a saved
-tensor when its node reads it; a plan must do so after user code has run. The text of the error follows
-``SavedVariable::unpack`` in ``torch/csrc/autograd/saved_variable.cpp``.
+In: saved tensors, and the versions they had when the backward was collected. Out: eager's error if one has
+been modified in place since. Eager checks a saved tensor when its node reads it; a plan must check again
+after user code has run. The error text follows ``SavedVariable::unpack`` in
+``torch/csrc/autograd/saved_variable.cpp``.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from retrograd.graph.eager_order import LiveGraph
 from retrograd.runtime.modes import torch_functions_off, without_torch_functions
 from retrograd.runtime.tensor import PLAIN_CLASSES, zeros_of_slot
 
-#: the versions of tensors at one time, by the nodes that stand for them.
+#: Versions of tensors at one moment, by the FX nodes that represent the tensors.
 Versions = Mapping[fx.Node, int]
 
 
 @without_torch_functions
 def raise_modified(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Raise eager's error for the first tensor that is not at its version."""
+    """Raise eager's error for the first tensor that is not at its expected version."""
     for tensor, version in pairs:
         if tensor._version != version:
             raise RuntimeError(modified_error(tensor, version))
 
 
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
-    """What eager says when a saved tensor is not at the `expected` version."""
+    """Eager's error text for a saved tensor that is not at the `expected` version."""
     node = tensor.grad_fn
     name = "" if node is None else re.sub(*_shortening(), node.name())
     origin = name and f", which is output {tensor.output_nr} of {name},"
@@ -58,7 +57,7 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
 
 @functools.cache
 def _shortening() -> tuple[str, str]:
-    """What torch's error replaces in the name of a node, and by what: since 2.13 it names the operator."""
+    """A pattern and a replacement that shorten a node's name as torch's error does, which 2.13 changed."""
     with torch.enable_grad(), torch.inference_mode(False):
         saved = torch.zeros((), device="cpu", requires_grad=True).clone()
         root = saved * saved
@@ -72,7 +71,7 @@ def _shortening() -> tuple[str, str]:
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:
-    """The version of each; None for what tracks none."""
+    """The version of each value; None for values without a version."""
     if PLAIN_CLASSES.issuperset(map(type, values)):
         try:
             return [value._version for value in values]
@@ -88,12 +87,14 @@ def versions_of(values: Sequence[Any]) -> list[int | None]:
 def request_to_release(
     live: LiveGraph, request: EngineRequest, nodes: Collection[int], from_roots: bool
 ) -> EngineRequest:
-    """The backward whose nodes are `nodes`. The engine takes whole paths: they hold every node on a path
-    between two of them.
+    """A backward that runs exactly `nodes`. The engine runs whole paths, so `nodes` must contain every node
+    on a path between two of them.
 
     Args:
-        live: the graph of `request`. nodes: indices in it.
-        from_roots: whether the nodes are all those above them too, so that the roots of `request` serve.
+        live: the graph of `request`.
+        request: the backward whose roots are used if `from_roots`.
+        nodes: indices in `live`.
+        from_roots: whether `nodes` contains all nodes above them too, so that the roots of `request` serve.
     """
     ends = [i for i in nodes if not any(edge and edge.node in nodes for edge in live.nodes[i].edges)]
     inputs = tuple(GradientEdge(live.nodes[i].handle, 0) for i in ends)
@@ -106,13 +107,13 @@ def request_to_release(
 
 
 def _cotangent(node: Any) -> torch.Tensor:
-    """Something of the metadata of a node's first gradient; it takes no memory."""
+    """A cotangent with the metadata of the node's first gradient; it takes no memory."""
     metadata = node._input_metadata[0]
     return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(metadata.shape)
 
 
 def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
-    """`grad` as the engine makes it fit the node's input: summed to its shape, cast to its dtype."""
+    """`grad`, summed to the shape of the node's input and cast to its dtype, as the engine does."""
     metadata = node._input_metadata[slot]
     shape = tuple(metadata.shape)
     if tuple(grad.shape) != shape:
@@ -129,11 +130,11 @@ def fitted(node: Any, slot: int, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run the node; one gradient per edge, not fitted yet.
+    """Run the node. Returns one gradient per edge, before `fitted`.
 
     Raises:
-        Refusal: a Python Function returned too few or too many gradients, or what is none; or it changed its
-            context, or the gradients that it was given.
+        Refusal: a Python Function returned the wrong number of gradients or a non-tensor, or it changed its
+            context or the gradients that it received.
     """
     if not hasattr(node, "apply"):
         results = node(*grads)
@@ -152,7 +153,7 @@ def call_node(node: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
 
 
 def _held(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What a context holds: the value, and what is in it if it is a container."""
+    """All objects that a context holds: the value itself, and the contents of containers."""
     yield value
     if depth and isinstance(value, Mapping):
         yield from (held for key, item in value.items() for held in (key, *_held(item, depth - 1)))
@@ -161,10 +162,10 @@ def _held(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
-    """What anomaly mode checks after each node.
+    """Check for NaN gradients, as anomaly mode does after each node.
 
     Raises:
-        RuntimeError: a gradient is not a number; in the engine's words.
+        RuntimeError: a gradient contains NaN; the text is the engine's.
     """
     for i, grad in enumerate(grads):
         if grad is not None and bool(grad.ne(grad).any()):
@@ -172,19 +173,19 @@ def refuse_nan(name: str, grads: Sequence[torch.Tensor | None]) -> None:
 
 
 def checkpoint_is_valid() -> bool:
-    """Whether the backward that is running may enter reentrant checkpoints: it goes into all leaves."""
+    """Whether the current backward may enter reentrant checkpoints; only one into all leaves may."""
     return bool(torch.autograd._is_checkpoint_valid())
 
 
 def will_run(node: Any) -> list[bool]:
-    """For each edge of `node`, whether the backward that is running goes on there. One that returns gradients
-    does not say so of leaves: it may."""
+    """For each edge of `node`, whether the current backward continues along it. If the backward returns
+    gradients, the engine does not answer for leaves; we then return True."""
 
     return [below is not None and will_execute(below) for below, _ in node.next_functions]
 
 
 def will_execute(node: Any) -> bool:
-    """Whether the backward that is running comes to `node`; it does not say so of every leaf."""
+    """Whether the current backward reaches `node`; True if the engine does not answer, as for some leaves."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -192,19 +193,19 @@ def will_execute(node: Any) -> bool:
 
 
 def backward_number() -> int:
-    """The number of the backward that is running, which no other has."""
+    """The unique number of the current backward."""
     return torch._C._current_graph_task_id()
 
 
 def refuse_reentry(nodes: Iterable[Any]) -> None:
-    """Raises: RuntimeError: a node is a reentrant checkpoint, which may not run now; in its own words."""
+    """Raises: RuntimeError: a node is a reentrant checkpoint, which may not run now; torch's own error."""
     for node in nodes:
         if isinstance(node, CheckpointFunction._backward_cls):
             CheckpointFunction.backward(node)
 
 
 def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
-    """A Function's gradients, one per argument of its forward, sorted to its edges, one per tensor."""
+    """Map a Function's gradients, one per argument of its forward, to its edges, one per tensor argument."""
     wanted = node.needs_input_grad
     if len(results) < len(wanted) or any(result is not None for result in results[len(wanted) :]):
         raise Refusal(
@@ -233,14 +234,14 @@ class _Sample(torch.autograd.Function):
 
 
 def materializes_grads(ctx: Any) -> bool:
-    """Whether undefined gradients reach the backward of `ctx` as zeros. torch lets the flag be set, but not
-    be read: it is read in the context's own memory, at the byte that changes when one of ours is switched."""
+    """Whether undefined gradients reach the backward of `ctx` as zeros. torch has a setter for this flag but
+    no getter, so we read the flag's byte in the context's memory."""
     return ctypes.string_at(id(ctx) + flag_offset(), 1) != b"\0"
 
 
 @functools.cache
 def flag_offset() -> int:
-    """Where in a context the flag is."""
+    """The flag's byte offset in a context: the one byte that changes when we toggle a sample's flag."""
     with torch.enable_grad(), torch.inference_mode(False):
         ctx: Any = _Sample.apply(torch.zeros((), device="cpu", requires_grad=True)).grad_fn
     images = []
@@ -255,6 +256,6 @@ def flag_offset() -> int:
 
 
 def entry_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What ``function.apply`` calls when no transform is active: torch's C++, bound to the class."""
+    """The C++ function, bound to the class, that ``function.apply`` calls when no transform is active."""
     entry: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return entry

@@ -1,9 +1,9 @@
-"""The object that the engine talks to when it meets a new structure.
+"""The compiler object that the engine calls while it walks a new structure.
 
-In: the engine's calls, whose forms differ by release, with placeholder tensors of ours for everything
-lifted. Out: the same calls in one form to a recorder, with the recorder's own values.
+In: the engine's calls, whose signatures differ by release, with our placeholder tensors for all lifted
+values. Out: the same calls in one form to a recorder, with the recorder's values.
 
-The engine never computes with a placeholder; it only passes it on, so an empty CPU tensor per value is
+The engine never computes with a placeholder but only passes it on, so one empty CPU tensor per value is
 enough: no fake tensors, no proxies. Source: ``torch/csrc/dynamo/python_compiled_autograd.cpp`` and the
 Python side of each release in ``torch/_dynamo/compiled_autograd.py``.
 """
@@ -29,19 +29,19 @@ from retrograd.facts.releases import accumulated
 from retrograd.graph.backward_graph import AotCall, HookKind
 from retrograd.runtime.tensor import zeros_of_slot
 
-Value = Any  # a value of the recorder (an FX node); None is an undefined gradient
+Value = Any  # a value of the recorder (an FX node); None means an undefined gradient
 
 
 class EngineProtocol:
     """One capture, as the engine sees it.
 
-    A call that fails must not raise at once: inside a node the engine has swapped the node's saved tensors
-    for our placeholders, and an exception would leave them there. So a failure is kept, the engine is given
-    something to walk on with, and the exception is raised where nothing is swapped: before the next node.
+    A failing call must not raise at once: inside a node, the engine has swapped the node's saved tensors for
+    our placeholders, and an exception would leave them there. So we store the exception, return placeholders
+    with which the engine can continue, and raise before the next node, where nothing is swapped.
 
     Args:
-        recorder: is told everything, as ``live.capture.recorder`` is; lists of values are gradients. The
-            artifact that it returns from ``finish`` goes into the engine's cache.
+        recorder: receives all calls (see ``live.capture.recorder``); lists of values are gradients. The
+            artifact that its ``finish`` returns goes into the engine's cache.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -67,8 +67,8 @@ class EngineProtocol:
         return tensor
 
     def _answer(self, wanted: Sequence[Any], record: Callable[..., Sequence[Value]], *args: Any) -> list[Any]:
-        """Stand-ins for what `record` returns, called with what `args` stand for; if it fails, or something
-        failed before, for nothing in particular, wherever `wanted` is true."""
+        """Placeholders for the results of `record`, called with the values behind `args`. After a failure,
+        meaningless placeholders wherever `wanted` is true."""
         if self._failure is None:
             try:
                 return [self._stand_in(value) for value in record(*map(self._read, args))]
@@ -77,7 +77,7 @@ class EngineProtocol:
         return [self._stand_in(_NOTHING) if want else None for want in wanted]
 
     def _answer_one(self, record: Callable[..., Value], *args: Any) -> torch.Tensor | None:
-        """The same for one value."""
+        """`_answer` for a single result."""
         stand_in: torch.Tensor | None = self._answer((True,), lambda *read: [record(*read)], *args)[0]
         return stand_in
 
@@ -126,9 +126,9 @@ class EngineProtocol:
     def bind_function(
         self, name: str, fn: Callable[..., Any], is_custom_function: bool, is_traceable: bool
     ) -> str:
-        # Bound once per process by a static in C++: the registry must be the one that stock uses too.
+        # C++ binds it once per process (a static), so we must share the registry with stock.
         bound = stock.ops.add(name, fn, is_custom_function, is_traceable)
-        # A traceable one promises to keep its state in saved tensors and to touch nothing else.
+        # A traceable one promises that all its state is in saved tensors and that it has no side effects.
         if is_custom_function and not is_traceable:
             _cpp_functions.add(bound)
         return bound
@@ -170,8 +170,8 @@ class EngineProtocol:
         wanted = [entry is not None for entry in metadata]
 
         def recorded() -> list[Value]:
-            # An undefined gradient arrives as None, or as zeros of the engine's own making if the Function
-            # wants them.
+            # An undefined gradient arrives as None; if the Function materializes gradients, it arrives as
+            # zeros that the engine made.
             made = [isinstance(grad, torch.Tensor) and id(grad) not in self._values for grad in grads]
             values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
             zeros = tuple(map(self._read_zeros, grads, values))
@@ -190,8 +190,8 @@ class EngineProtocol:
         return tuple(self._answer(wanted, recorded))
 
     def _read_zeros(self, grad: Any, value: Value) -> Value:
-        """For a gradient that is undefined whatever happens: the metadata of the engine's zeros, or () if it
-        made none. None for a gradient that something produces."""
+        """For a gradient that is always undefined: the metadata of the zeros that the engine made, or () if
+        it made none. None for a gradient that a node produces."""
         if value is not None:
             return None
         if grad is None:
@@ -235,7 +235,7 @@ class EngineProtocol:
         return BackwardState()
 
     def log_compile_reasons(self, reasons: list[str]) -> None:
-        """Verbose logging of stock; ours says why in its own words."""
+        """Ignored: verbose logging of stock. We report reasons ourselves."""
 
     def end_capture(self, outputs: Any) -> tuple[Callable[..., Any], Any]:
         self._modes.close()
@@ -243,17 +243,17 @@ class EngineProtocol:
         return runtime_wrapper, self._recorder.finish(self._read(list(outputs)))
 
     def close(self) -> None:
-        """Leave the modes that the capture entered. The engine calls it, and the window when it closes."""
+        """Exit the modes that the capture entered. Both the engine and `collect` call this."""
         self._modes.close()
 
 
-#: types of what is passed on as it is; asked first, for there is much of it.
+#: Types that `_read` returns unchanged. It checks these first, since most arguments have them.
 _PLAIN = frozenset({int, bool, float, type(None)})
 
-#: what stand-ins are made of: the engine tells them apart, and looks at nothing else.
+#: We make all placeholders from this one: the engine only distinguishes them.
 _EMPTY = torch.empty(0, device="cpu")
 
-#: what a stand-in means after something has failed.
+#: The value of a placeholder that we make after a failure.
 _NOTHING = object()
 
 
@@ -265,8 +265,8 @@ def _symbol(number: Any) -> Any:
 def _symbolic(numbers: Sequence[Any]) -> tuple[list[Any], ShapeEnv]:
     """Symbolic numbers that the engine passes on in place of lifted sizes and scalars.
 
-    They have hints: a few C++ checks compare sizes while the engine walks, and must get an answer. The
-    guards that such a check would leave are of no use here; segments are guarded when they are lowered.
+    They have hints: a few C++ checks compare sizes while the engine walks, and need an answer. We ignore the
+    guards that such checks create, since segments are guarded when they are lowered.
     """
     env, made = ShapeEnv(specialize_zero_one=False, duck_shape=False), list[Any]()
     for i, number in enumerate(numbers):
@@ -279,11 +279,11 @@ def _symbolic(numbers: Sequence[Any]) -> tuple[list[Any], ShapeEnv]:
     return made, env
 
 
-#: names under which C++ autograd functions that are not traceable were bound.
+#: The names of bound C++ autograd functions that are not traceable.
 _cpp_functions: set[str] = set()
 
 
 def _bound(name: str) -> Callable[..., Any]:
-    """The functional form of a node, as C++ gave it, without Dynamo's wrapping."""
+    """The functional form of a node as C++ passed it, without Dynamo's wrapper."""
     op = stock.ops.get(name)
     return getattr(op, "fn", op)

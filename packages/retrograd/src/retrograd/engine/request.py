@@ -1,12 +1,11 @@
-"""One backward: the autograd graph that it runs over, and what user code may ask about it.
+"""Describes one backward: its autograd graph, and the answers to what user code asks about it.
 
-In: an `EngineRequest`; the modes that are active, stock compiled autograd among them. Out: the first obstacle
-to a capture, as a code and a sentence: such a backward runs on the stock engine.
+In: an `EngineRequest`, and the active modes, stock compiled autograd among them. Out: the first obstacle to a
+capture, as a code and a sentence. Such a backward runs on the stock engine.
 
-In: an `EngineRequest`. Out: a `LiveGraph`. Follows ``next_functions``; the rule for which nodes are wanted
-with ``inputs=`` is that of ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. A
-`LiveBackward` is passed down through the stages. It knows both orders of the nodes, and what user code may
-ask of the engine (see `under_way`).
+In: an `EngineRequest`. Out: a `LiveGraph`, read from ``next_functions``. Which nodes are needed for
+``inputs=`` follows ``GraphTask::init_to_execute`` in ``torch/csrc/autograd/engine.cpp``. The stages pass on a
+`LiveBackward`, which knows both orders of the nodes and what user code may ask the engine (see `under_way`).
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class EngineRequest:
     """One call of the engine. Field names are the keyword names of the C++ engine.
 
     Attributes:
-        tensors: roots, tensors or ``GradientEdge``.
+        tensors: the roots: tensors or ``GradientEdge``.
         grad_tensors: one cotangent per root.
         keep_graph, create_graph: as in ``torch.autograd.backward``.
-        inputs: what gradients are wanted of; empty for all leaves.
+        inputs: the tensors or edges whose gradients are wanted; empty for all leaves.
         allow_unreachable: whether an input that the roots do not reach gives None.
-        accumulate_grad: write ``.grad`` (backward) instead of returning gradients (grad).
-        added: how many of the last `inputs` were added by us; nobody wants their gradients.
+        accumulate_grad: whether to write ``.grad`` (backward) instead of returning gradients (grad).
+        added: how many of the last `inputs` we added ourselves; the user does not want their gradients.
     """
 
     tensors: tuple[Any, ...]
@@ -65,8 +64,7 @@ class EngineRequest:
 
 
 def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
-    """What the engine's protocol refuses or cannot express: a code and a sentence; None if it can hand this
-    backward over."""
+    """Why the engine cannot hand this backward over to us, as a code and a sentence; None if it can."""
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
     if side_streams.any and torch.cuda.is_current_stream_capturing():
@@ -84,10 +82,10 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
 
 
 def is_traced() -> bool:
-    """Whether a tracer runs this backward to see its operations: there is nothing to compile then, and
-    nothing to report. AOTAutograd, ``torch.compile``, ``torch.export`` and ``make_fx`` do so.
+    """Whether a tracer runs this backward to record its operations, as AOTAutograd, ``torch.compile``,
+    ``torch.export`` and ``make_fx`` do. Then there is nothing to compile, and nothing to report.
 
-    Asked of this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
+    We check this thread's modes: ``torch.compiler.is_compiling`` is true on all threads while Dynamo compiles
     on one."""
     keys, mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
     if torch._C._get_tracing_state() is not None:
@@ -97,8 +95,8 @@ def is_traced() -> bool:
 
 
 def is_transformed(request: EngineRequest) -> bool:
-    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors of its own: that is a part
-    of the transform, and nobody's backward."""
+    """Whether ``torch.func`` (grad, vjp, jacrev, vmap, …) differentiates tensors that it has wrapped. Such a
+    backward is an internal step of the transform; no user asked for it."""
     roots = [tensor for tensor in request.tensors if isinstance(tensor, torch.Tensor)]
     return any(map(torch._C._functorch.is_functorch_wrapped_tensor, roots))
 
@@ -106,15 +104,15 @@ def is_transformed(request: EngineRequest) -> bool:
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     """The nodes of `request`, numbered in order of discovery, sorted by sequence number.
 
-    Two backwards of equal structure run in the same eager order if these are equal. Read on every backward
-    whose order is visible, so it reads nothing else.
+    Two backwards of equal structure run in the same eager order if these tuples are equal. We compute this on
+    every backward whose order is visible, so it reads only sequence numbers.
     """
     numbers = [node._sequence_nr() for node in nodes_below(map(edge_of, request.tensors))]
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
 def next_sequence_number() -> int:
-    """That of the next node which this thread makes."""
+    """The sequence number that the next node made on this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
@@ -124,10 +122,10 @@ def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:
 
 
 def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> Iterator[Any]:
-    """The nodes below `edges` (a node and which of its inputs), nearest first, not beyond `ends`."""
+    """The nodes below `edges` (pairs of a node and an input index), nearest first, stopping at `ends`."""
     seen: dict[Any, None] = dict.fromkeys(node for node, _ in edges if node is not None)
     waiting = list(seen)
-    for above in waiting:  # grows while it is read
+    for above in waiting:  # the loop appends to the list
         yield above
         for node, _ in () if above in ends else above.next_functions:
             if node is not None and node not in seen:
@@ -138,7 +136,7 @@ def nodes_below(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> 
 def graph_below(
     edges: Iterable[tuple[Any, int]], ends: Container[Any] = (), left_out: Container[Any] = ()
 ) -> LiveGraph:
-    """The graph of `nodes_below`, in their order, without nodes that hand their one gradient on as it is."""
+    """The graph over `nodes_below`, in their order, without `left_out`: nodes that pass one gradient on."""
     edges = list(edges)
     found = (node for node in nodes_below(edges, ends) if node not in left_out)
     index = {node: number for number, node in enumerate(found)}
@@ -161,9 +159,9 @@ _INDEXING = frozenset({"SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"
 
 
 def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> set[Any]:
-    """The nodes of ``:`` where a tensor is indexed, which hand gradients on as they are. For ``x[0, :]``
-    torch makes one only where sizes are symbolic, and for ``x[:]`` another one: ``applySlicing`` in
-    ``aten/src/ATen/TensorIndexing.h``."""
+    """Nodes made by ``:`` in an index, which pass gradients on unchanged. For ``x[0, :]`` torch makes such a
+    node only if sizes are symbolic; for ``x[:]`` it makes a different one (``applySlicing`` in
+    ``aten/src/ATen/TensorIndexing.h``)."""
     neighbours: dict[Any, set[str]] = {}
     roots = {node for node, _ in edges}
     for above in nodes_below(((node, 0) for node in roots), ends):
@@ -182,22 +180,22 @@ def _is_idle(node: Any) -> bool:
 
 
 def passes_through_function(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a Function in Python stands between the history of `value` and that of `base`."""
+    """Whether a Python ``autograd.Function`` lies between the history of `value` and that of `base`."""
     end, _ = edge_of(base) if base.requires_grad else (None, 0)
     nodes = nodes_below([edge_of(value)], (end,)) if value.grad_fn is not None else ()
     return any(hasattr(node, "apply") for node in nodes if node is not end)
 
 
 def leads_to(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether the history of `value` goes back to that of `base`."""
+    """Whether the history of `value` goes back to `base`."""
     end, _ = edge_of(base)
     return any(node is end for node in nodes_below([edge_of(value)], (end,)))
 
 
 @contextmanager
 def accumulating_only_into(is_ours: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, a backward that this thread begins, and that would write the ``.grad`` of another tensor, is
-    refused."""
+    """Inside, refuse every backward of this thread that would write the ``.grad`` of a tensor that is not
+    ours."""
 
     def run(original: Callable[..., Any], tensors: Any, *args: Any, **options: Any) -> Any:
         if options.get("accumulate_grad"):
@@ -224,9 +222,9 @@ def read_live_graph(request: EngineRequest) -> LiveGraph:
 
 
 def forward_line(node: Any) -> str:
-    """The user's line that made `node`: ``model.py:88  y = x.sin()``; torch records it if the forward ran in
-    anomaly mode. Else, for an ``autograd.Function``, where its backward is: ``model.py:12  Exp.backward``;
-    else empty."""
+    """The user's line that made `node`, such as ``model.py:88  y = x.sin()``. torch records it if the forward
+    ran in anomaly mode. Otherwise, for an ``autograd.Function``, the place of its backward, such as
+    ``model.py:12  Exp.backward``; otherwise empty."""
     frames = node.metadata.get("traceback_")
     found = re.search(r'File "([^"]+)", line (\d+).*\n\s*(.*)', frames[-1]) if frames else None
     if found:
@@ -240,9 +238,10 @@ def forward_line(node: Any) -> str:
 
 
 def edge_of(root: Any) -> tuple[Any, int]:
-    """The autograd node of a tensor or ``GradientEdge``, and which of its outputs it is.
+    """The autograd node of a tensor or ``GradientEdge``, and which of the node's outputs it is.
 
-    There is no node where nothing is differentiable, and for a view that was made under `no_grad` of what is.
+    The node is None if nothing is differentiable, or for a view of a differentiable tensor made under
+    `no_grad`.
     """
     if isinstance(root, GradientEdge):
         return root.node, root.output_nr
@@ -256,7 +255,7 @@ def edge_of(root: Any) -> tuple[Any, int]:
 
 
 def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
-    """Nodes from which a target can be reached, the targets included."""
+    """The nodes from which a target can be reached, including the targets."""
     producers: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
         for edge in node.edges:
@@ -275,9 +274,10 @@ class LiveBackward:
     """One backward.
 
     Attributes:
-        asked: of the engine. request: what it is asked in fact: perhaps for the gradients of more inputs.
+        asked: what the user asked of the engine.
+        request: what we ask of the engine, perhaps with gradients for more inputs.
         node_call: the node call whose user code the plan runs now.
-        is_reentered: whether user code that it runs has differentiated through nodes of its own.
+        is_reentered: whether user code in the plan has differentiated through nodes of this backward.
     """
 
     def __init__(self, asked: EngineRequest) -> None:
@@ -287,41 +287,41 @@ class LiveBackward:
 
     @cached_property
     def asked_graph(self) -> LiveGraph:
-        """The live graph, as `asked` needs it."""
+        """The live graph for `asked`."""
         return read_live_graph(self.asked)
 
     @cached_property
     def graph(self) -> LiveGraph:
-        """The live graph, as `request` needs it."""
+        """The live graph for `request`."""
         return self.asked_graph if self.request is self.asked else read_live_graph(self.request)
 
     @cached_property
     def walk(self) -> list[int]:
-        """Indices of the graph's nodes, by node call."""
+        """Indices of the graph's nodes, in the order of node calls."""
         return engine_walk(self.graph)
 
     @cached_property
     def node_calls(self) -> list[Any]:
-        """The autograd nodes by node call; None for the graph root."""
+        """The autograd nodes in the order of node calls; None for the graph root."""
         return [None if i == ROOT else self.graph.nodes[i].handle for i in self.walk]
 
     @cached_property
     def inner_nodes(self) -> frozenset[Any]:
-        """The nodes that are no leaves'."""
+        """The nodes that do not belong to leaves."""
         return frozenset(node for node in self.node_calls if node is not None and leaf_of(node) is None)
 
-    # what user code asks
+    # answers to user code
 
     def current_node(self) -> Any:
         """The autograd node that eager would be executing."""
         return self.node_calls[self.node_call]
 
     def will_execute(self, node: Any) -> bool:
-        """Whether eager says that it executes `node` in this backward. It does not say so of an only root's
-        node, which ``Engine::compute_dependencies`` takes for its own ``GraphRoot``.
+        """Whether eager reports that this backward executes `node`. If there is only one root, eager answers
+        False for its node: ``Engine::compute_dependencies`` then uses that node as the ``GraphRoot``.
 
         Raises:
-            RuntimeError: eager does not say so of leaves that ``autograd.grad`` is asked for.
+            RuntimeError: `node` is a leaf's and this is ``autograd.grad``, for which eager does not answer.
         """
         index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
         if [index] == [root.node for root in self.graph.roots]:
@@ -332,5 +332,5 @@ class LiveBackward:
         return is_executed
 
     def execution_order(self) -> list[Any]:
-        """The nodes in the order in which eager executes them."""
+        """The nodes in eager's order of execution."""
         return [self.graph.nodes[i].handle for i in eager_walk(self.graph) if i != ROOT]

@@ -1,8 +1,8 @@
-"""The tensors that autograd nodes have saved: read, and exchanged for others.
+"""Reads the tensors that autograd nodes have saved, and replaces them.
 
-In: nodes of an autograd graph. Out: their saved tensors, by the attributes through which torch shows them
-(``torch/csrc/autograd/python_saved_variable_hooks.h``). A tensor is exchanged by hooks on its place: its
-history stays, and nothing that was in memory for it.
+In: nodes of an autograd graph. Out: their saved tensors, read through torch's ``_saved_*`` attributes
+(``torch/csrc/autograd/python_saved_variable_hooks.h``). To replace a tensor, we register hooks on its saved
+variable: the history stays, and the memory is freed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from retrograd.engine.nodes import versions_of
 from retrograd.runtime.modes import without_torch_functions
 
 _RAW = "_raw_saved_"
-#: the names of torch's own nodes: they save tensors nowhere else. Nodes of Functions, of operators in other
-#: libraries, and of changes through views do.
+#: The names of torch's own nodes, whose saved tensors are all in these attributes. Nodes of Functions, of
+#: operators in other libraries, and of in-place changes through views save tensors in other places too.
 _OWN = re.compile(r"\w+Backward\d+|torch::autograd::(AccumulateGrad|CopyBackwards)")
 
 
 def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
-    """Under which name `node` gives the tensor that was packed into `packed`; None if it cannot be told."""
+    """The attribute of `node` that returns the tensor packed into `packed`; None if it is ambiguous."""
     names = [
         f"_saved_{attribute}"
         for attribute, place, raw in _saved(node)
-        # Lists of saved tensors are left out: torch reads them as a whole only.
+        # Lists of saved tensors are excluded: torch can only read such a list as one.
         if place is None and raw.unpack_hook is hook and raw.data is packed
     ]
     if len(names) > 1 and not (isinstance(packed, torch.Tensor) and len(set(node.next_functions)) == 1):
-        return None  # tensors of different history may have been packed into one value
+        return None  # tensors with different histories may have been packed into one value
     return names[0] if names else None
 
 
 class AsSaved:
-    """Inside, tensors have the versions that they had when this was made: what user code has changed in place
-    since can be released, though not read."""
+    """Inside, tensors have the versions that they had when this object was made. Saved tensors that user code
+    has modified since can then be released, though not read."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         versions = zip(values, versions_of(values), strict=True)
@@ -62,9 +62,9 @@ def _set_versions(pairs: Sequence[tuple[torch.Tensor, int]]) -> None:
 
 
 def saves_tensors(node: Any) -> bool:
-    """Whether `node` keeps tensors that it reads, and so cannot run when they are freed. A Function that asks
-    for them cannot either if there are none. What is an attribute of its context is never freed. The
-    node of a change through a view frees the operation that it stands for."""
+    """Whether `node` saves tensors that it reads, so that it cannot run after they are freed. A Function that
+    reads ``saved_tensors`` counts even if it saved none, since eager raises then too. Attributes of a context
+    are never freed. A ``CopySlices`` node frees the operation that it wraps."""
     if node.name().endswith("CopySlices"):
         return True
     function = getattr(node, "_forward_cls", None)
@@ -73,11 +73,11 @@ def saves_tensors(node: Any) -> bool:
 
 
 def saved_tensors_of(node: Any) -> list[tuple[str, int | None, torch.Tensor]] | None:
-    """The tensors that a node has saved, each with its attribute, and its place if that is a list; None if it
-    may have some elsewhere, or if a user's hooks have packed one.
+    """The tensors that a node has saved, each with its attribute and its index if that is a list. None if the
+    node may save tensors in other places, or if a user's hooks have packed one.
 
     Raises:
-        RuntimeError: one was changed in place since.
+        RuntimeError: one was modified in place since it was saved.
     """
     if hasattr(node, "apply") or not _OWN.fullmatch(node.name()):
         return None
@@ -93,8 +93,8 @@ def saved_tensors_of(node: Any) -> list[tuple[str, int | None, torch.Tensor]] | 
 
 
 def kept_by(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors whose versions a node checks when it runs: all that it has saved, read or not, or that a
-    Function asks its context for. What hooks have packed is not checked."""
+    """The tensors whose versions a node checks when it runs: everything it has saved, read or not. A Function
+    checks them only if it reads ``saved_tensors``. Tensors that hooks have packed are not checked."""
     function = getattr(node, "_forward_cls", None)
     if function is None or reads_saved_tensors(function):
         for _, _, raw in _saved(node):
@@ -103,13 +103,13 @@ def kept_by(node: Any) -> Iterator[torch.Tensor]:
 
 
 def put_in_place(node: Any, attribute: str, place: int | None, value: torch.Tensor) -> None:
-    """Have the node read `value` where it has saved another tensor; its history stays that of the other."""
+    """Make the node read `value` in place of a tensor that it has saved; the saved tensor's history stays."""
     raw = getattr(node, _RAW + attribute)
     (raw if place is None else raw[place]).register_hooks(lambda _: None, lambda _: value)
 
 
 def _saved(node: Any) -> Iterator[tuple[str, int | None, Any]]:
-    """What holds each saved tensor, with its attribute, and its place if that is a list."""
+    """Each raw saved variable with its attribute, and its index if the attribute is a list."""
     for name in dir(node):
         if name.startswith(_RAW):
             found = getattr(node, name)

@@ -1,20 +1,20 @@
-"""Keeps captures apart from backwards that enter the engine.
+"""Synchronises captures with backwards that enter the stock engine.
 
 In: threads that enter the stock engine, and threads that capture. Out: they wait for each other, or a
 `Refusal`.
 
-The engine's compiler, which a capture exchanges, is one pointer for the whole process. Every backward reads
-it once, when it enters the engine (``Engine::execute``); what is past that point is not concerned by a
-change. So a capture waits only for threads that may be about to enter, and they wait for the capture. A
-capture runs no user code and takes milliseconds, so whoever waits for a capture waits without a limit. For a
-backward, a capture waits once and for a short time only: its user code may be waiting for this thread. Inside
-a backward it does not wait at all: whoever is in the way may be who this thread works for.
+A capture exchanges the engine's compiler, which is one pointer for the whole process. Every backward reads
+that pointer once, when it enters the engine (``Engine::execute``); a later change does not affect it. So a
+capture waits only for threads that may be about to enter, and those threads wait for the capture. A capture
+runs no user code and takes milliseconds, so threads wait for it without a limit. A capture waits for a
+backward only once and briefly, because the backward's user code may be waiting for this thread. A capture
+inside a backward does not wait at all: the blocking thread may be waiting for us.
 
-Backwards that began before the gateway was opened (``facts.patches``) did not come by here. The first
+Backwards that began before we replaced the gateway (``facts.patches``) did not register here. The first
 capture looks for them in the innermost frame of each other thread, which is the gateway's until user code
-runs. It asks ``faulthandler``, which makes no objects of frames: one of a frame that Dynamo runs on another
-thread (``torch/csrc/dynamo/eval_frame.c``) may be freed too early (torch 2.13, CPython 3.11), so that
-``sys._current_frames`` ends the process.
+runs. We use ``faulthandler``, which creates no frame objects. A frame object for a frame that Dynamo runs on
+another thread (``torch/csrc/dynamo/eval_frame.c``) may be freed too early (torch 2.13, CPython 3.11), so
+``sys._current_frames`` can crash the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from retrograd.process import restore_after_errors
 
 stock_run_backward = autograd_graph._engine_run_backward
 
-#: the files of what a thread runs before it is in the engine: the gateway asks a logger.
+#: The files of the code that a thread runs before it is in the engine: the gateway checks a logger first.
 _BEFORE_ENGINE = {
     function.__code__.co_filename.encode("ascii", "backslashreplace").decode()
     for function in (stock_run_backward, logging.Logger.log)
@@ -49,7 +49,7 @@ _UNSEEN = -1
 
 
 def innermost_files() -> list[tuple[int, str]]:
-    """The identifier of each thread, and the file of the code that it is in, in ASCII with backslashes."""
+    """Each thread's identifier, and the file of its innermost frame, in ASCII with backslash escapes."""
     with tempfile.TemporaryFile() as written:
         faulthandler.dump_traceback(written)
         written.seek(0)
@@ -58,18 +58,18 @@ def innermost_files() -> list[tuple[int, str]]:
 
 
 class Turn:
-    """A block in which the thread that made this has its turn at the engine. It is no generator: one that an
-    error leaves in the middle would go on at some later time, and every backward of a compiled forward comes
-    by here."""
+    """A block in which the thread that made this object has access to the engine. It is not a generator,
+    because a generator that an error leaves suspended could resume later. Every backward of a compiled
+    forward enters such a block."""
 
     __slots__ = ("_begin", "_end", "_is_inside", "_thread")
 
     def __init__(self, begin: Callable[[int], None] | None, end: Callable[[int], None]) -> None:
         self._begin, self._end, self._is_inside = begin, end, False
-        self._thread = threading.get_ident()  # of a deeply nested backward, torch may end it on another one
+        self._thread = threading.get_ident()  # torch may end a deeply nested backward on another thread
 
     def __enter__(self) -> Callable[[], None]:
-        """To be called, if anybody can tell, when the turn is over before the block is."""
+        """Begin the turn. Returns a function that ends it early, for callers that know when it is over."""
         if self._begin is not None:
             self._begin(self._thread)
             self._is_inside = True
@@ -86,8 +86,8 @@ class Turn:
 
 
 class Place(NamedTuple):
-    """What one thread does: it captures, it runs user code in the engine's frame, so many of its backwards
-    may be about to enter the engine, and it holds the lock."""
+    """What one thread does: whether it captures, whether it runs user code in the engine's frame, how many of
+    its backwards may be about to enter the engine, and whether it holds the lock."""
 
     is_owner: bool
     is_in_frame: bool
@@ -96,7 +96,7 @@ class Place(NamedTuple):
 
 
 class Window:
-    """Keeps captures and entering backwards apart."""
+    """A lock between captures and backwards that enter the engine."""
 
     def __init__(self, patience: float = 0.25) -> None:
         self.patience = patience
@@ -105,13 +105,13 @@ class Window:
         self._in_frame: int | None = None
         self._forking: int | None = None
         self._entering: dict[int, int] = {}
-        #: of the threads in the way, those for which a capture has waited in vain.
+        #: Blocking threads for which a capture has already waited in vain.
         self._slow: set[int] = set()
         self._may_be_unseen = True
         self._lost = False
 
     def stock(self) -> Turn:
-        """Around every backward that the stock engine runs; over when it is known to be past the entrance."""
+        """Use this around every stock backward. The turn ends once we know that it is in the engine."""
         return Turn(self.enter, self.leave)
 
     def enter(self, thread: int) -> None:
@@ -122,7 +122,7 @@ class Window:
             self._entering[thread] = self._entering.get(thread, 0) + 1
 
     def leave(self, thread: int) -> None:
-        """It is past the entrance."""
+        """`thread` is in the engine."""
         with self._condition:
             self._entering[thread] -= 1
             if not self._entering[thread]:
@@ -131,10 +131,10 @@ class Window:
                 self._condition.notify_all()
 
     def capture(self) -> Turn:
-        """Around a capture, or several of one thread.
+        """Use this around one capture, or several captures of one thread.
 
         Raises:
-            Refusal: this thread is in the engine's frame, or another one was too long in the way.
+            Refusal: this thread is in the engine's frame, or another thread blocked for too long.
         """
         return Turn(None if self._owner == threading.get_ident() else self.take, self.release)
 
@@ -158,11 +158,11 @@ class Window:
                 if not is_inside:
                     self._slow |= way
                 raise Refusal("engine-busy", "another thread is in a backward")
-            # Nobody says when an unseen backward ends.
+            # Nothing notifies us when an unregistered backward ends.
             self._condition.wait(_A_MOMENT if self._may_be_unseen else max(left, _A_MOMENT))
 
     def _in_the_way(self, me: int) -> set[int]:
-        """The threads that a capture has to wait for; `_UNSEEN` for those that did not come by here."""
+        """The threads that block a capture; `_UNSEEN` stands for unregistered backwards."""
         others = (*self._entering, self._in_frame, self._owner)
         found = {other for other in others if other not in (me, None)}
         if not found and self._may_be_unseen:
@@ -170,12 +170,13 @@ class Window:
         return found | {_UNSEEN} if self._may_be_unseen else found
 
     def _has_unseen(self, me: int) -> bool:
-        """Whether another thread may be about to enter; none that came by here is."""
+        """Whether another thread may be about to enter unregistered. Called if no registered thread is."""
         return any(thread != me and file in _BEFORE_ENGINE for thread, file in innermost_files())
 
     def suspended(self) -> Turn:
-        """Inside a capture, while user code runs in the engine's frame and the compiler is off: others may
-        run stock backwards, but the engine has room for one frame only, until its call has returned."""
+        """Use this inside a capture, while user code runs in the engine's frame with the compiler off. Other
+        threads may run stock backwards but not capture: until its call returns, the engine has room for only
+        one frame."""
         return Turn(self.suspend, self.resume)
 
     def suspend(self, me: int) -> None:
@@ -184,13 +185,13 @@ class Window:
         self.release(me)
 
     def resume(self, me: int) -> None:
-        """It has run."""
+        """The user code has finished."""
         with self._condition:
             self._in_frame, self._owner = None, me
             self._slow.discard(me)
 
     def release(self, me: int) -> None:
-        """This thread captures no more."""
+        """This thread no longer captures."""
         with self._condition:
             if self._owner == me:
                 self._owner = None
@@ -199,13 +200,13 @@ class Window:
     # errors
 
     def place(self) -> Place:
-        """What this thread does here."""
+        """This thread's state here."""
         me = threading.get_ident()
         is_locking = self._condition._is_owned()  # type: ignore[attr-defined]
         return Place(self._owner == me, self._in_frame == me, self._entering.get(me), is_locking)
 
     def restore_saved(self, before: Place) -> None:
-        """This thread does again what it did `before`, whatever an error has kept it from saying."""
+        """Return this thread to its state `before`, after an error that skipped the usual exits."""
         me = threading.get_ident()
         while self.place().is_locking:
             self._condition.release()
@@ -224,20 +225,20 @@ class Window:
     # fork
 
     def before_fork(self) -> None:
-        """Let a capture of another thread come to its end, if it does so soon, and let none begin."""
+        """Wait briefly for another thread's capture to finish, and prevent new ones."""
         me = threading.get_ident()
         with self._condition:
             if self._condition.wait_for(lambda: self._owner is self._in_frame is None, self.patience):
                 self._owner = self._forking = me
 
     def after_fork_in_parent(self) -> None:
-        """Go on."""
+        """Allow captures again."""
         forking, self._forking = self._forking, None
         if forking is not None:
             self.release(forking)
 
     def after_fork_in_child(self) -> None:
-        """Only the thread that forked is left. What another one held in the engine is held for ever."""
+        """Only the forking thread survives. What another thread held in the engine is never released."""
         me = threading.get_ident()
         self._condition = threading.Condition()
         self._lost |= not {self._owner, self._in_frame} <= {None, me}

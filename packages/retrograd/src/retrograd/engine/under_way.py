@@ -1,9 +1,9 @@
-"""The plans of ours that are running on this thread.
+"""Answers user code's questions about the running node while plans run on this thread.
 
-In: a `LiveBackward` and what runs its plan. Out: meanwhile, ``torch._C._current_autograd_node`` and its like
-answer for the autograd node that eager would be executing, instead of for the one node that carries the plan.
-A stock backward nested in a plan gets torch's own answers. And of each backward that begins meanwhile it is
-noted whether it executes nodes of such a plan.
+In: a `LiveBackward`, and the function that runs its plan. Out: while the plan runs,
+``torch._C._current_autograd_node`` and its like answer with the autograd node that eager would be executing,
+not with the one node that carries the plan. Inside a stock backward nested in a plan, torch's own answers
+hold. We also record for each running plan whether a nested backward executes its nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retrograd.process import restore_after_errors
 
 T = TypeVar("T")
 
-#: how many nodes a small graph has at most.
+#: A small graph has at most this many nodes.
 SMALL = 32
 
 
@@ -44,8 +44,8 @@ restore_after_errors(
 
 
 def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
-    """What ``body(*args)`` returns. Inside, answer for `running` on this thread, in the graph task that is
-    current now."""
+    """Return ``body(*args)``. Inside, queries on this thread and in the current graph task are answered for
+    `running`."""
     _stack.running.append((running, torch._C._current_graph_task_id()))
     try:
         return body(*args)
@@ -54,19 +54,19 @@ def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
 
 
 def plans_under_way() -> int:
-    """How many plans are running on this thread, nested in one another."""
+    """The number of plans that run on this thread, nested in one another."""
     return len(_stack.running)
 
 
 def note_reentry(request: EngineRequest) -> None:
-    """A backward begins inside plans of this thread: note those whose nodes it executes."""
+    """A backward begins while plans run on this thread: mark the plans whose nodes it executes."""
     if not _stack.running or is_transformed(request):
         return
     if any(edge_of(root)[0] is None for root in request.tensors):
         return  # torch will refuse it
     below = list(nodes_below(map(edge_of, request.tensors)))
     if all(running.inner_nodes.isdisjoint(below) for running, _ in _stack.running):
-        return  # the usual case, quickly
+        return  # fast path for the usual case
     live = read_live_graph(request)
     nodes = [live.nodes[i].handle for i in executed_nodes(live, request.accumulate_grad)]
     for running, _ in _stack.running:
@@ -74,8 +74,8 @@ def note_reentry(request: EngineRequest) -> None:
 
 
 def is_small(request: EngineRequest) -> bool:
-    """Whether the graph of `request` has so few nodes, none of them a Function's, that the engine has run it
-    before it is collected."""
+    """Whether the graph of `request` has at most `SMALL` nodes and no Function. The engine finishes such a
+    backward sooner than we could collect it."""
     for count, node in enumerate(nodes_below(map(edge_of, request.tensors))):
         if count >= SMALL or hasattr(node, "apply"):
             return False
@@ -83,7 +83,7 @@ def is_small(request: EngineRequest) -> bool:
 
 
 def node_under_way() -> Any:
-    """The autograd node that eager would be executing in the innermost plan; None if none is running."""
+    """The autograd node that eager would be executing in the innermost plan; None if no plan runs."""
     return _stack.running[-1][0].current_node() if _stack.running else None
 
 
@@ -104,6 +104,6 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
 
 
 def answer_queries() -> None:
-    """From here on, answer what user code asks while a plan of its thread is running."""
+    """From now on, answer queries of user code for the plan that runs on its thread."""
     for name, answer in _ANSWERS.items():
         handle(name, _answered(answer))

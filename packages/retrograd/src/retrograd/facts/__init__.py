@@ -1,6 +1,6 @@
-"""The door to facts about torch: its operators, what of it we replace or need, and its faults that we repair.
+"""The interface to facts about torch: its operators, what we replace or require, and faults that we repair.
 
-In: an operator, or the name of a table. Out: what the tables say. They are data, in TOML files; nothing else
+In: an operator, or the name of a table. Out: the table's contents. The tables are TOML files. No other place
 in retrograd lists operators, private names or faults of torch.
 """
 

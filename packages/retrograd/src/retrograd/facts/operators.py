@@ -1,7 +1,7 @@
-"""What torch does not tell of its operators, or tells wrong: lookups in ``operators.toml``.
+"""Facts about torch's operators that torch does not provide, or gets wrong: lookups in ``operators.toml``.
 
-In: a question, which is a column of the table, and an operator. Out: the answer, or None where torch's own
-holds. The table says what each question means. It is read when it is first asked, which takes 2 ms.
+In: a question (a column of the table) and an operator. Out: the answer, or None if torch's own metadata is
+right. The table explains each question. We read it at first use, which takes 2 ms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _table = functools.partial(read_table, "operators")
 
 
 def fact(question: str, target: Any) -> Any:
-    """What the table says of the operator `target`; None if it says nothing, or if this is no operator."""
+    """The table's answer for the operator `target`; None without an entry, or if `target` is no operator."""
     is_known = isinstance(target, OpOverload) and target.namespace in _NAMESPACES
     return _row(target).get(question) if is_known else None
 
@@ -35,7 +35,7 @@ def _row(operator: OpOverload) -> Mapping[str, Any]:
 
 @functools.cache
 def answers(question: str) -> Mapping[OpOverload, Any]:
-    """The operators of this torch that return new values, and for which the table answers; each answer."""
+    """This torch's functional operators for which the table has an answer, each with the answer."""
     found = dict[OpOverload, Any]()
     for namespace in _NAMESPACES:
         for key, row in _table()[namespace].items():
@@ -49,13 +49,13 @@ def answers(question: str) -> Mapping[OpOverload, Any]:
 
 
 def functions(question: str) -> Any:
-    """The names of Python functions, methods and operators of higher order for which the answer to a question
-    is yes; or by name, what the answer is."""
+    """The Python functions, methods and higher-order operators for which the answer is yes, by name; or a
+    mapping from names to answers."""
     return _table()["functions"][question]
 
 
 def is_of_family(family: str, name: str) -> bool:
-    """Whether an operator or a function of this name, without its overload, belongs to a family."""
+    """Whether the operator or function `name`, without its overload, belongs to a family."""
     return _pattern(family).search(name) is not None
 
 

@@ -1,9 +1,9 @@
-"""Every attribute of torch that this package replaces: one table, one mechanism.
+"""Replaces attributes of torch: one table of all of them, one mechanism.
 
-In: a name of the table and a handler for it. Out: from then on torch's attribute is a dispatcher, for good;
-it calls the handler of this thread, else the handler of the process, else the original. Nothing is ever put
-back, so that nobody can put back too much, or at the wrong time, while another thread is inside. Whatever a
-handler does for one thread only, it decides by state of that thread.
+In: a name from the table and a handler for it. Out: torch's attribute is a dispatcher from then on. It calls
+the handler of this thread, or else the handler of the process, or else the original. We never restore an
+attribute, so nothing can be restored too early while another thread is inside. A process-wide handler that
+concerns only one thread checks that thread's state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from retrograd.facts import read_table
 from retrograd.process import ForkSafeLock, restore_after_errors
 
-#: is given the original and the arguments of a call, and answers it.
+#: Receives the original and the arguments of a call, and returns the result.
 Handler = Callable[..., Any]
 
-#: where a process group begins to collect what is started; of builds with ``torch.distributed``.
+#: Where a process group begins to coalesce operations; only in builds with ``torch.distributed``.
 COLLECTING = "torch._C._distributed_c10d:ProcessGroup._start_coalescing"
 
-#: what is replaced (``module:attribute``): why there is no other way, or which repair of a fault it is.
+#: All replaced attributes (``module:attribute``): why there is no other way, or which fault this repairs.
 TABLE: Mapping[str, Mapping[str, str]] = read_table("patches")["patches"]
 
 
@@ -56,7 +56,7 @@ _lock = ForkSafeLock()
 
 
 def handle(name: str, handler: Handler) -> None:
-    """From here on `handler` answers calls of `name`, on every thread."""
+    """From now on, `handler` answers calls of `name` on every thread."""
     _replace(name)
     _everywhere[name] = handler
 
@@ -70,15 +70,15 @@ def handled_here(name: str, handler: Handler) -> Iterator[None]:
     try:
         yield
     finally:
-        if handler in stack:  # an error may have come between
+        if handler in stack:  # an error may have removed it already
             stack.remove(handler)
 
 
 def owner_and_attribute(name: str) -> tuple[Any, str]:
-    """The object whose attribute is replaced, and the name of the attribute.
+    """The object that owns the attribute called `name`, and the attribute's own name.
 
     Raises:
-        ImportError, AttributeError: this torch has no such thing.
+        ImportError, AttributeError: this torch has no such attribute.
     """
     module, _, path = name.partition(":")
     *owners, attribute = path.split(".")
@@ -101,7 +101,7 @@ def _replace(name: str) -> None:
 
 
 def _dispatcher_like(name: str, owner: Any, attribute: str) -> Any:
-    """A dispatcher that is a plain function, a static method or a class method, as the original is."""
+    """A dispatcher that is a plain function, static method or class method, like the original."""
     found = inspect.getattr_static(owner, attribute)
     if isinstance(found, staticmethod):
         return staticmethod(_dispatcher(name, found.__func__))
@@ -124,7 +124,7 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hidden_from_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which Dynamo does not compile, nor what it calls, where compiled code calls it after a break."""
+    """Keep Dynamo from compiling `fn` and its callees when compiled code calls it after a graph break."""
     strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(fn.__code__, strategy)
     return fn

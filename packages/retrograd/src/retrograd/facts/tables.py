@@ -1,6 +1,6 @@
-"""The tables of facts, which are TOML files beside this module.
+"""Reads the tables of facts, which are TOML files in this folder.
 
-In: the name of a file, without its ending. Out: what stands in it.
+In: the name of a file, without its ending. Out: its contents.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from typing import Any
 
 @functools.cache
 def read_table(name: str) -> dict[str, Any]:
-    """What stands in the file; it is read once."""
+    """The contents of the file, which is read once."""
     return tomllib.loads(resources.files(__package__).joinpath(f"{name}.toml").read_text("utf-8"))

@@ -1,1 +1,1 @@
-"""What torch holds while a program runs: tensors and their memory, thread modes, streams, the profiler."""
+"""torch's state in a running program: tensors and their memory, thread modes, streams, the profiler."""

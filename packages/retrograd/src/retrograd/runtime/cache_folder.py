@@ -1,7 +1,7 @@
-"""The folder of Inductor's cache, where it can be made and written.
+"""Finds a usable folder for Inductor's cache.
 
-In: the environment. Out: the folder; or a temporary one in its place, which is said once. torch asks for its
-folder when Dynamo is imported, so nothing of torch is imported here.
+In: the environment. Out: Inductor's folder; or a temporary one instead, with one warning. torch reads the
+folder when Dynamo is imported, so this module imports nothing from torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def folder_in_use() -> str:
-    """Inductor's folder. Where it cannot be made or written, this process and those that it starts use a
-    temporary one instead.
+    """Inductor's folder. If it cannot be created or written, this process and its children use a temporary
+    one instead.
 
     Raises:
-        Refusal: a temporary folder cannot be made either.
+        Refusal: a temporary folder cannot be created either.
     """
     folder = os.path.abspath(os.environ.get(_VARIABLE) or _default())
     try:
@@ -50,7 +50,7 @@ def folder_in_use() -> str:
 
 
 def _default() -> str:
-    """As torch chooses it."""
+    """torch's default folder."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

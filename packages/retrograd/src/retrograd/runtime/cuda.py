@@ -1,19 +1,19 @@
-"""CUDA graphs and streams: record what a function does on a device; put streams in order.
+"""CUDA graphs and streams: records what a function does on a device, and orders work between streams.
 
-In: a function over a list of tensors; the streams that user code switched to, seen from the first context on
-that was made. Out: a CUDA graph, and results that lie in memory of their own, which each replay writes anew;
-waits between streams.
+In: a function over a list of tensors; the streams that user code switches to, seen from the first context on.
+Out: a CUDA graph, and results in separate memory that each replay overwrites; waits between streams.
 
-What is recorded allocates from a *pool*, of which each recording holds its results; the rest of it any of
-them may write. Their replays run one after the other, on one stream. Who replays looks after the results of
-recordings that were made later, and after those that nobody owned when it was made: it may write there.
+A recording allocates from a *pool*. It owns the memory of its results there; every recording may write to the
+rest. Replays run one after the other, on one stream. Whoever replays must protect two kinds of live results,
+since the replay may overwrite them: those of later recordings, and those that no recording owned when this
+one was made.
 
-Eager runs each node of a backward on the stream of its forward, and has the caller's stream wait for those of
-the leaves. No Python interface tells a node's stream, so a plan runs on the stream that is current where
-``.backward()`` was called. It may then read what another stream has yet to write, and memory that it lets go
-may be given to another stream at once; so the plan begins after all that the other streams have been given,
-and they go on after it. The same holds around each call of user code in it. Programs that use one stream wait
-for nothing.
+Eager runs each node of a backward on the stream of its forward, and makes the caller's stream wait for those
+of the leaves. Python cannot query a node's stream, so a plan runs on the stream that is current when
+``.backward()`` is called. It could then read what another stream has yet to write, and memory that it frees
+may be given to another stream at once. So the plan begins after all work queued on the other streams, and
+their later work begins after the plan. The same holds around each call of user code in it. Programs with only
+one stream wait for nothing.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
 from retrograd.runtime.tensor import storage_of
 
-_PoolId = Any  # a pair of numbers, of a type that exists for type checkers only
+_PoolId = Any  # a pair of numbers; torch defines its type for type checkers only
 
 
 class Handle(NamedTuple):
-    """A pool, and a graph in it, which keeps it alive."""
+    """A pool, and a graph in it that keeps it alive."""
 
     pool: _PoolId
     tiny: torch.cuda.CUDAGraph
 
 
 class CaptureStream(torch.cuda.Stream):
-    """Where captures are made: the default stream allows none. Nothing else is given to it, so nobody waits
-    for it."""
+    """The stream for captures, which the default stream does not allow. It gets no other work, so nothing
+    waits for it."""
 
 
-#: captures by several threads would see each other's cuBLAS workspaces.
+#: Without this lock, captures by several threads would share cuBLAS workspaces.
 _one_at_a_time = ForkSafeLock()
 
 
 def is_memory_scarce() -> bool:
-    """Whether less than a quarter of the current device's memory is free, if this process uses one."""
+    """Whether less than a quarter of the current device's memory is free; False if CUDA is not in use."""
     if not torch.cuda.is_initialized():
         return False
     free, total = torch.cuda.mem_get_info()
@@ -62,10 +62,10 @@ def is_memory_scarce() -> bool:
 
 @contextmanager
 def unused_memory_returned() -> Iterator[None]:
-    """Inside, free memory goes back to the device before an optimizer makes a step.
+    """Inside, free memory is returned to the device before each optimizer step.
 
-    An optimizer that makes its states in what a large temporary value left keeps all of that from others. A
-    pool of recordings has memory of its own, and cannot use it.
+    Otherwise an optimizer may allocate its state in a block that a large temporary has freed, and the rest of
+    that block cannot be returned. A pool of recordings has separate memory and could not use that rest.
     """
 
     def give_back(*_: Any) -> None:
@@ -88,7 +88,7 @@ class CudaRecorder:
         self._sides: dict[torch.device, CaptureStream] = {}
 
     def why_not_now(self) -> str | None:
-        """Which state of this thread speaks against recording and replaying."""
+        """Why this thread may not record or replay now; None if it may."""
         if torch.is_anomaly_enabled():
             return "anomaly mode is on"
         if torch.are_deterministic_algorithms_enabled():
@@ -100,12 +100,12 @@ class CudaRecorder:
         return None
 
     def stream(self, device: torch.device) -> int:
-        """The current stream of `device`."""
+        """The handle of the current stream of `device`."""
         return int(torch._C._cuda_getCurrentRawStream(device.index))
 
     def wait_for_streams(self) -> None:
-        """Have the current streams wait for all others that were seen: they may still read what a replay
-        overwrites, though nobody holds it any more."""
+        """Make the current streams wait for all others seen: these may still read memory that a replay
+        overwrites, even if no reference to it is left."""
         if side_streams.any:
             _join()
 
@@ -124,23 +124,23 @@ class CudaRecorder:
 
         Args:
             fn: allocates on `device` only.
-            inputs: read, and perhaps written, by each replay, where they are now. The list is emptied. What
-                lies in the pool and has no other owner is freed as `fn` lets go of it.
-            device: of everything.
-            handle: of the pool in which it allocates.
+            inputs: each replay reads them, and perhaps writes them, at their current addresses. The list is
+                emptied. An input that lies in the pool and has no other owner is freed when `fn` releases it.
+            device: the device of all tensors.
+            handle: the pool in which the recording allocates.
 
         Returns:
-            What replays it, and its results. Tensors among these that belong to no input are written by each
-            replay, the first time by the first one.
+            The graph that replays the recording, and its results. Result tensors that share no memory with an
+            input are undefined until the first replay; each replay overwrites them.
 
         Raises:
-            Refusal: its memory was not that of the recording.
-            Exception: whatever `fn` raises because it is recorded. Nothing was run then, and the pool may
-                not take another recording.
+            Refusal: a result lies outside of the pool and the inputs.
+            Exception: whatever `fn` raises because it is recorded. Nothing was run then, and the pool may be
+                unable to take another recording.
         """
         with _one_at_a_time, torch.cuda.device(device), _quiet():
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what it ran in so far, and what an older recording lay in
+            torch.cuda.empty_cache()  # memory of earlier eager calls and of dropped recordings
             given = {storage_of(value) for value in inputs if isinstance(value, torch.Tensor)}
             graph, outputs = self._capture(fn, inputs, device, handle.pool)
             _refuse_foreign(outputs, given, handle.pool)
@@ -173,21 +173,21 @@ class CudaRecorder:
     # failures
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: _PoolId) -> None:
-        """End a capture in which something was raised."""
+        """End a capture during which an error was raised."""
         try:
             graph.capture_end()
         except RuntimeError:  # the capture itself was invalid
             self._clean(device, pool)
 
     def _clean(self, device: torch.device, pool: _PoolId) -> None:
-        """What torch leaves behind if a capture cannot be ended: the allocator, which goes on serving it, and
-        generators, which believe in it until another one ends well. The allocator of pinned memory can not be
-        told: it never takes this pool again."""
+        """Clean up after a capture that torch cannot end. The allocator would keep serving it, and generators
+        would consider it active until another capture ends normally. The allocator of pinned memory has no
+        such function: it never accepts this pool again."""
         for clean in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
                 clean(device.index, pool)
             except RuntimeError:
-                continue  # torch has done it
+                continue  # torch has already done this
         graph, other = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=other, capture_error_mode="thread_local")
         kept = torch.zeros(1, device=device)
@@ -197,8 +197,8 @@ class CudaRecorder:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No garbage collection, which may free what must not be freed during a capture; workspaces of matrix
-    products are those of the recording: ones that others free later must not be part of it."""
+    """Disable garbage collection, which may free what must not be freed during a capture. Clear the cuBLAS
+    workspaces before and after, so that a recording uses no workspace that other code frees later."""
     collecting = gc.isenabled()
     gc.disable()
     torch._C._cuda_clearCublasWorkspaces()
@@ -211,8 +211,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse_foreign(outputs: Sequence[Any], given: Collection[int], pool: _PoolId) -> None:
-    """Results must lie in the pool, or in storages that were given: else somebody (a pool of the user's) gave
-    memory that he will give to others too.
+    """Refuse results outside of the pool and the given storages. Their memory comes from another pool (the
+    user's), which may hand it out again.
     """
     segments = torch.cuda.memory_snapshot(pool, include_traces=False)
     segments = [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool)]
@@ -228,7 +228,7 @@ def _refuse_foreign(outputs: Sequence[Any], given: Collection[int], pool: _PoolI
 
 
 class SideStreams:
-    """The streams that were switched to, by device.
+    """The streams that user code has switched to, by device.
 
     Attributes:
         any: whether there are any.
@@ -237,12 +237,12 @@ class SideStreams:
     def __init__(self) -> None:
         self.any = False
         self._seen: dict[tuple[int, int], torch.cuda.Stream] = {}
-        #: streams that somebody else made, and may destroy.
+        #: Streams that other code created and may destroy.
         self._external: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
         self._watches = False
 
     def watch(self) -> None:
-        """From here on, see which streams are switched to; streams that exist already count as seen."""
+        """From now on, record the streams that are switched to. Existing streams count as seen."""
         if self._watches:
             return
         self._watches = True
@@ -265,7 +265,7 @@ class SideStreams:
             self.any = True
 
     def separate(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-        """The current stream of each device, with each other one that it has to be put in order with."""
+        """Pairs of a device's current stream and another stream that must be ordered with it."""
         seen = {**self._seen, **self._external}
         for device in {device for device, _ in seen}:
             current = torch.cuda.current_stream(device)
@@ -279,12 +279,12 @@ side_streams = SideStreams()
 
 
 def in_order_with_streams() -> AbstractContextManager[None]:
-    """Run the block after all that other streams have been given, and let them go on after it."""
+    """Run the block after all work queued on other streams; their later work waits for the block."""
     return _between(_join, _part)
 
 
 def user_code_in_order() -> AbstractContextManager[None]:
-    """Inside `in_order_with_streams`: user code may give work to other streams."""
+    """Around user code inside `in_order_with_streams`: the code may queue work on other streams."""
     return _between(_part, _join)
 
 

@@ -1,10 +1,11 @@
-"""Code of the user's that catches errors: ``try``, ``finally`` and context managers around a call.
+"""Finds user code that catches errors: ``try``, ``finally`` and context managers around a call.
 
 In: the instruction that makes the call, as Dynamo describes it; or the running frames. Out: whether an error
-that the call raises reaches such code. A graph raises only when it runs, outside of it.
+raised by the call reaches such code. If it does, the call cannot go into a graph, which raises only when it
+runs, outside of that code.
 
-An ``except`` clause counts unless its classes, as far as they are global names, can be none of the errors
-that are raised. A ``finally`` counts for some errors only, see `Errors`.
+An ``except`` clause counts unless its classes, if they are global names, match none of the errors raised. A
+``finally`` counts for some errors only; see `Errors`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from torch._dynamo.bytecode_transformation import (
 
 from retrograd.graph.calls import Errors
 
-#: folders of torch and of this package.
+#: The folders of torch and of this package.
 _NOT_THE_USERS = tuple(os.path.dirname(at) + os.sep for at in (torch.__file__, os.path.dirname(__file__)))
 
 
 def catches(call: Instruction, code: Sequence[Instruction], names: Mapping[str, Any], errors: Errors) -> bool:
-    """Whether one of `errors`, raised by `call`, reaches a ``try`` of the function; context managers do not
+    """Whether one of `errors`, raised by `call`, reaches a ``try`` of the function. Context managers do not
     count.
 
     Args:
@@ -49,11 +50,10 @@ def catches(call: Instruction, code: Sequence[Instruction], names: Mapping[str, 
 
 
 def line_that_catches(caller: CodeType, errors: Errors) -> str | None:
-    """The file and line of the user's code that catches one of `errors`, if it were raised here; None if
-    nobody does.
+    """The file and line of user code that would catch one of `errors` raised here; None if none would.
 
     Args:
-        caller: code of the running function that has called the user's; frames outside of it do not count.
+        caller: code of the running function that called the user's code; frames outside of it do not count.
         errors: what may be raised.
     """
     found, frame = None, sys._getframe(1)
@@ -85,8 +85,8 @@ def _instructions_of(code: CodeType) -> Sequence[Instruction]:
 
 
 def _handlers(call: Instruction, code: Sequence[Instruction]) -> list[int]:
-    """Where the handlers around `call` begin, innermost first. Those that only restore the interpreter's
-    stack are left out."""
+    """Start positions of the handlers around `call`, innermost first. We skip those that only restore the
+    interpreter's stack."""
     found, entry = [], call.exn_tab_entry
     while entry is not None:
         if entry.target.opname == "PUSH_EXC_INFO":
@@ -100,7 +100,7 @@ def _is_with(code: Sequence[Instruction], target: int) -> bool:
 
 
 def _may_catch(code: Sequence[Instruction], target: int, names: Mapping[str, Any], errors: Errors) -> bool:
-    """Go through the ``except`` clauses of a handler. A bare ``except`` or a ``finally`` has none."""
+    """Check the ``except`` clauses of a handler. A bare ``except`` or a ``finally`` has none."""
     place = target + 1
     if not errors.heeds_finally and _passes_on(code, place):
         return False
@@ -122,7 +122,7 @@ def _may_catch(code: Sequence[Instruction], target: int, names: Mapping[str, Any
 
 
 def _passes_on(code: Sequence[Instruction], place: int) -> bool:
-    """Whether a handler raises the error again, whatever it is."""
+    """Whether a handler re-raises every error."""
     names = [one.opname for one in code[place:]]
     return not {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "POP_EXCEPT"} & {*names[: names.index("RERAISE")]}
 
@@ -150,8 +150,8 @@ def _manager_name(code: Sequence[Instruction], target: int) -> str | None:
 
 
 def _is_of_torch(name: str | None, frame: FrameType) -> bool:
-    """Whether a name of the frame's is torch, or something of torch's: its context managers pass errors on,
-    and restore what they have set."""
+    """Whether a name in the frame is torch or comes from torch, whose context managers pass errors on and
+    restore what they have set."""
     value = frame.f_locals.get(name or "", frame.f_globals.get(name or ""))
     if isinstance(value, ModuleType):
         module = value.__name__

@@ -1,9 +1,9 @@
-"""The modes of a thread that change what operations do, or what code is right; random number generators.
+"""Thread modes that affect operations or compiled code, and random number generators.
 
-In: nothing. Out: `ThreadModes`, to compare and to put back; blocks and functions that run under chosen modes;
-why nothing can be captured, or no compiled code may run, under the modes of the moment; states of generators.
+In: nothing. Out: `ThreadModes`, to compare and restore; blocks and functions that run under chosen modes; the
+reason why nothing can be captured, or no compiled code may run, under the current modes; generator states.
 Eager restores grad mode and autocast before each node of a backward (``ThreadLocalStateGuard`` in
-``Engine::thread_main``), so a hook that leaves them switched concerns the rest of its own node only.
+``Engine::thread_main``). So a hook that leaves them switched affects only the rest of its own node.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from retrograd.runtime.cuda import side_streams, user_code_in_order
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: device type and dtype of each autocast that is on.
+#: Device type and dtype of each enabled autocast.
 Autocast = tuple[tuple[str, torch.dtype], ...]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
-#: hooks of torch's own, and ours, that keep values as they are, whatever is saved.
+#: Modules whose saved-tensor hooks (torch's and ours) return every value unchanged.
 _HARMLESS_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "retrograd")
 
 
 class ThreadModes(NamedTuple):
-    """The modes of a thread at one time.
+    """The modes of a thread at one moment.
 
     Attributes:
         grad: whether autograd records.
-        autocast: those that are on.
-        autocast_caches: whether autocast keeps casts of parameters.
+        autocast: the enabled autocasts.
+        autocast_caches: whether autocast caches casts of parameters.
         deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
         dtype, device: the defaults for new tensors.
     """
@@ -77,7 +77,7 @@ class ThreadModes(NamedTuple):
 
     @staticmethod
     def autocast_now() -> Autocast:
-        """The autocasts of this thread that are on."""
+        """The enabled autocasts of this thread."""
         if not torch._C._is_any_autocast_enabled():
             return ()
         devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
@@ -85,8 +85,8 @@ class ThreadModes(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """These modes, whatever they are outside, but not `deterministic`. A default dtype is of the whole
-        process: it is set only where it has changed since."""
+        """Inside, these modes are active, except `deterministic`. The default dtype is process-wide, so we
+        set it only if it has changed since."""
         with ExitStack() as modes:
             if torch.get_default_dtype() is not self.dtype:
                 modes.enter_context(_default_dtype(self.dtype))
@@ -108,7 +108,7 @@ class ThreadModes(NamedTuple):
         return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
 
 
-#: held while the default dtype is another one, so that each thread puts back what the first one found.
+#: Held while the default dtype is switched, so that no thread restores another thread's temporary value.
 _another_dtype = ForkSafeLock()
 
 
@@ -142,23 +142,23 @@ def _readable(mode: Any) -> str:
 # blocks and functions under chosen modes
 
 
-#: no autocast inside, as if it had never been on; stock runs its code so. Graphs hold the casts that autocast
-#: made: their code is made and run without it.
+#: Inside, autocast is off, as if it had never been on; stock does the same for compiled code. Our graphs
+#: contain the casts that autocast made, so we compile and run them without autocast.
 autocast_off = torch._C._DisableAutocast
 
 
-#: inside, no ``__torch_function__`` of a class or mode is called: eager's C++ calls none.
+#: Inside, no ``__torch_function__`` of a class or mode is called. Eager's C++ calls none either.
 torch_functions_off = torch._C.DisableTorchFunction
 
 
 def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
-    """`fn`, run inside `torch_functions_off`."""
+    """Return `fn` wrapped in `torch_functions_off`."""
     return _inside(torch_functions_off, fn)
 
 
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`code`, run below autograd (which then records nothing, while operators that ask for grad mode see the
-    caller's) and without autocast, whatever is on outside."""
+    """Return `code` wrapped to run below autograd and without autocast. Autograd then records nothing, while
+    operators that query grad mode see the caller's."""
     below = torch._C._AutoDispatchBelowAutograd
 
     def run(args: list[Any]) -> Any:
@@ -169,7 +169,7 @@ def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], 
 
 
 def without_autocast(fn: Callable[P, T]) -> Callable[P, T]:
-    """`fn`, run inside `autocast_off`."""
+    """Return `fn` wrapped in `autocast_off`."""
     return _inside(autocast_off, fn)
 
 
@@ -183,10 +183,10 @@ def _inside(guard: Callable[[], AbstractContextManager[Any]], fn: Callable[P, T]
 
 
 def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call `fn`, an operation of a traced backward, under the autocast that is on, as eager would.
+    """Call `fn`, an operation of a traced backward, under the current autocast, as eager would.
 
-    Eager brings a gradient back to the dtype of its forward value after each node; in a traced graph that has
-    no such checks any more, `dtype` says what the result was. Where it is not known, autocast is left out.
+    Eager casts a gradient back to the dtype of its forward value after each node. A traced graph no longer
+    has these casts; `dtype` is the dtype that the result had. If it is unknown, we run without autocast.
     """
     if not torch._C._is_any_autocast_enabled():
         return fn(*args, **kwargs)
@@ -199,7 +199,7 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
 
 # user code that leaves modes switched
 
-#: grad mode, then autocast per device: what user code may leave switched.
+#: The modes that user code may leave switched: grad mode, then autocast per device.
 KeptModes = tuple[bool, ...]
 _KEPT_DEVICES = ("cpu", "cuda")
 
@@ -216,7 +216,7 @@ def _switch(now: KeptModes, to: KeptModes) -> None:
 
 
 def _switches() -> tuple[Any, ...]:
-    """What blocks of ours and of torch's switch on this thread."""
+    """This thread's state that our blocks, or torch's, may switch."""
     return (
         torch._C._get_torch_function_state(),  # type: ignore[attr-defined]
         torch._C._is_multithreading_enabled(),
@@ -247,13 +247,13 @@ hidden_from_dynamo(restore_saved)  # an error may have left Dynamo switched on
 
 
 class ModesKept:
-    """Puts grad mode and autocast back at the end of a block.
+    """Restores grad mode and autocast at the end of a block.
 
     Args:
-        switched_to: how they are inside; None: as they are outside.
+        switched_to: the modes inside; None to leave them as they are outside.
 
     Attributes:
-        left: the modes as the block left them, None if as before.
+        left: the modes at the end of the block; None if unchanged.
     """
 
     __slots__ = ("_before", "_switched_to", "left")
@@ -278,29 +278,29 @@ _AT_ONCE = nullcontext()
 
 
 class UserCode(ModesKept):
-    """Calls user code, one call after the other, and puts modes back after each."""
+    """Calls user code, one call after another, and restores modes after each."""
 
     __slots__ = ()
 
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
-        """What ``fn(*args)`` returns."""
+        """Return ``fn(*args)``."""
         self.left = None
         with self, user_code_in_order() if side_streams.any else _AT_ONCE:
             return fn(*args)
 
 
-# why not now
+# reasons against compiled code under the current modes
 
 
 def compile_stance() -> str:
-    """What ``torch.compiler.set_stance`` says. ``force_eager``: nothing of ours runs; ``eager_on_recompile``:
-    no new code, what would need some is interpreted; ``fail_on_recompile``: what would need some raises. The
-    other stances concern Dynamo only."""
+    """The stance of ``torch.compiler.set_stance``. Under ``force_eager``, none of our code runs. Under
+    ``eager_on_recompile``, we interpret whatever would need new code. Under ``fail_on_recompile``, we raise
+    instead. The other stances concern only Dynamo."""
     return eval_frame._stance.stance
 
 
 def are_modes_plain() -> bool:
-    """Whether nobody looks at, or takes over, the operations that run now."""
+    """Whether no mode observes or intercepts the operations that run now."""
     return (
         not is_forward_mode()
         and torch._C._functorch.maybe_current_level() is None
@@ -309,7 +309,7 @@ def are_modes_plain() -> bool:
     )
 
 
-#: why nothing is compiled then: a code and a sentence.
+#: Why we compile nothing in forward mode: a code and a sentence.
 FORWARD_MODE = ("forward-ad", "forward-mode differentiation is active")
 
 
@@ -319,7 +319,7 @@ def is_forward_mode() -> bool:
 
 
 def why_interpreted_now(args: Sequence[Any]) -> str | None:
-    """Which mode of the moment compiled code would escape; None if none does."""
+    """The active mode that compiled code would bypass; None if there is none."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if is_forward_mode() else ()
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return "forward-mode AD: an argument has a tangent"
@@ -333,11 +333,11 @@ def why_interpreted_now(args: Sequence[Any]) -> str | None:
 
 
 def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] | None:
-    """Why a function must run eagerly in this call: a code and a sentence; None if nothing speaks against it.
+    """Why a function must run eagerly in this call: a code and a sentence; None if it need not.
 
     Args:
-        has_seen_functions: whether the modes that take functions over have had their say, as in a graph of
-            Dynamo's.
+        has_seen_functions: whether the active TorchFunctionModes have already seen the operations, as for a
+            graph of Dynamo's.
     """
     if compile_stance() == "force_eager":
         return "force-eager", ""
@@ -361,7 +361,7 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Inside, no mode of the program's sees what we trace and compile while its backward runs."""
+    """Inside, no active mode of the user's program sees what we trace and compile during a backward."""
     with ExitStack() as left, _disable_current_modes():
         for _ in range(torch._C._len_torch_function_stack()):
             left.enter_context(_pop_mode_temporarily())
@@ -369,7 +369,7 @@ def without_modes() -> Iterator[None]:
 
 
 def generator_states(devices: Iterable[torch.device] | None = None) -> dict[torch.device, Any]:
-    """The states of the default generators of these devices; None: of the CPU, and CUDA's if it is in use."""
+    """The states of these devices' default generators; None means the CPU, and CUDA if it is in use."""
     if devices is None:
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
@@ -378,7 +378,7 @@ def generator_states(devices: Iterable[torch.device] | None = None) -> dict[torc
 
 
 def seeds_and_states() -> tuple[Any, ...]:
-    """What the default generators are at, to be compared: the CPU's state, and the seed of CUDA in use."""
+    """A comparable fingerprint of the default generators: the CPU's state, and the seed of CUDA if in use."""
     seeds = torch.cuda.initial_seed() if torch.cuda.is_initialized() else None
     with real_tensors():
         state = torch.random.get_rng_state()
@@ -387,7 +387,7 @@ def seeds_and_states() -> tuple[Any, ...]:
 
 @contextmanager
 def with_generator_states(states: dict[torch.device, Any]) -> Iterator[None]:
-    """Inside, the default generators are in `states`; afterwards as they were before."""
+    """Inside, the default generators are in `states`; afterwards their earlier states are restored."""
     before = generator_states(states)
     try:
         restore_generator_states(states)
@@ -397,7 +397,7 @@ def with_generator_states(states: dict[torch.device, Any]) -> Iterator[None]:
 
 
 def restore_generator_states(states: dict[torch.device, Any]) -> None:
-    """Put generators back into states from `generator_states`."""
+    """Set generators to states from `generator_states`."""
     for device, state in states.items():
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)

@@ -1,10 +1,9 @@
-"""Torch's profiler and its structured trace (``TORCH_TRACE``, read by tlparse).
+"""Writes to torch's profiler and its structured trace (``TORCH_TRACE``, read by tlparse).
 
-In: names and texts. Out: ranges and records, where somebody listens; nothing, at the cost of one check, where
-nobody does. A captured backward has a compile id of the kind that stock compiled autograd has (``!3``), from
-the same counter; what Inductor records while it compiles a segment is filed under it. Eager's ranges in the
-profiler also carry the sequence number that links a node to its forward operation; torch gives Python no way
-to set it.
+In: names and texts. Out: ranges and records if a consumer is active; otherwise nothing, at the cost of one
+check. A captured backward gets a compile id like those of stock compiled autograd (``!3``), from the same
+counter. What Inductor records while it compiles a segment is filed under that id. Eager's profiler ranges
+also carry the sequence number that links a node to its forward operation; torch has no Python API to set it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def profiling() -> bool:
 
 
 def text_range(text: str) -> torch.autograd.profiler.record_function:
-    """A range called `text`."""
+    """A profiler range named `text`."""
     return torch.autograd.profiler.record_function(text)
 
 
@@ -46,13 +45,13 @@ _trace_log = logging.getLogger("torch.__trace")
 
 
 def new_compile_id() -> CompileId:
-    """An id for one captured backward."""
+    """A new id for one captured backward."""
     number = next(stock.COMPILE_COUNTER)
     return CompileId(frame_id=None, frame_compile_id=None, compiled_autograd_id=number)
 
 
 def artifact(name: str, text: Callable[[], str], compile_id: CompileId | None = None) -> None:
-    """Record a text under `name`; `text` is called only if somebody listens."""
+    """Record a text under `name`. We call `text` only if the trace is on."""
     if _trace_log.handlers:
         trace_structured(
             "artifact",
@@ -75,12 +74,12 @@ restore_after_errors(_contexts, _put_contexts_back)
 
 
 def compiling(compile_id: CompileId) -> AbstractContextManager[Any]:
-    """What torch records inside is filed under `compile_id`."""
+    """Inside, torch files its trace records under `compile_id`."""
     return compile_context(CompileContext(compile_id))
 
 
 def event(name: str, compile_id: CompileId | None = None) -> AbstractContextManager[None]:
-    """A span in the trace's timeline, and in the profiler's if one is active."""
+    """A span in the trace's timeline if the trace is on, otherwise in the profiler if that is active."""
     if _trace_log.handlers:
         return _event(name, compile_id)
     return text_range(name) if profiling() else _NO_EVENT

@@ -1,7 +1,7 @@
-"""Nested containers, taken apart and put together: torch's pytrees, which have no public name.
+"""Flattens and rebuilds nested containers with torch's pytrees, which have no public name.
 
-In: containers that torch knows, and dataclasses, whether registered with torch or not. Out: their leaves, and
-a spec by which they are put together again.
+In: containers that torch knows, and dataclasses, registered with torch or not. Out: their leaves, and a spec
+from which the container can be rebuilt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IsLeaf = Callable[[Any], bool] | None
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """Stands for a dataclass while a tree is taken apart: a spec that holds it makes the dataclass again."""
+    """Replaces a dataclass during flattening. A spec that contains it rebuilds the dataclass."""
 
     cls: type
     values: dict[str, Any]
@@ -50,7 +50,7 @@ register_pytree_node(
 
 
 def tree_flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `tree`, and how they are nested."""
+    """The leaves of `tree`, and the spec of their nesting."""
     leaves, spec = _flatten(tree, is_leaf=is_leaf)
     if any(map(_is_dataclass, leaves)):
         leaves, spec = _flatten(_with_records(tree, is_leaf), is_leaf=is_leaf)
@@ -63,7 +63,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:
-    """The leaves of `tree`, each with the way to it."""
+    """The leaves of `tree`, each with its path."""
     return _flatten_with_path(_with_records(tree, None))
 
 

@@ -1,11 +1,11 @@
-"""Tensor subclasses that wrap other tensors (the ``__tensor_flatten__`` protocol): taken apart, put together.
+"""Flattens and rebuilds wrapper tensor subclasses (the ``__tensor_flatten__`` protocol).
 
-In: values, some of them wrapper subclasses. Out: a `SubclassSpec`: class, metadata and inner values, frozen
-in time, to be compared with another value, and from which an equal one can be built of other inner tensors.
+In: values, some of them wrapper subclasses. Out: a `SubclassSpec`: class, metadata and inner values at one
+moment. We can compare it with another value, or build an equal value from other inner tensors.
 
-In: the values of a segment. Out: a `SubclassBorder`, which flattens arguments (if they still fit), wraps the
+In: the values of a segment. Out: a `SubclassBorder`, which flattens arguments if they still fit, wraps the
 segment so that it can be traced on flat values, and rebuilds its outputs. Below the border there are only
-plain tensors and numbers: the outer sizes and strides of a subclass are numbers too, so that they may become
+plain tensors and numbers. A subclass's outer sizes and strides are among these numbers, so they can become
 symbolic like any other.
 """
 
@@ -25,7 +25,7 @@ from retrograd.graph.emit import Boxed
 from retrograd.graph.structure import is_same
 from retrograd.runtime.pytree import tree_leaves, tree_map
 
-#: what holds nothing else, and so nothing that was traced.
+#: Types whose values contain no other values, and so nothing that was traced.
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type, enum.Enum,
@@ -42,9 +42,9 @@ class Metadata:
     Attributes:
         context: the second part of ``__tensor_flatten__``.
         attributes: instance attributes that are neither inner tensors nor restored by the class itself; None
-            if attributes do not matter, as in a trace, where no tensor has any.
-        restored: the names of those that the class restores, with values where they can be compared.
-        shared: whether nothing in `context` can be changed in place.
+            if attributes do not matter, as in a trace, where tensors have none.
+        restored: the attributes that the class restores, with their values for comparison.
+        shared: whether `context` is immutable.
     """
 
     context: Any
@@ -56,8 +56,8 @@ class Metadata:
     def of(
         cls, tensor: torch.Tensor, inner: Sequence[str], context: Any, rebuilt: torch.Tensor | None
     ) -> Metadata:
-        """Read the metadata of `tensor`, of which `rebuilt` is what the class makes of its flattened form;
-        None if attributes do not matter.
+        """Read the metadata of `tensor`. `rebuilt` is what the class makes from the flattened tensor; None
+        if attributes do not matter.
         """
         name = type(tensor).__name__
         own = {} if rebuilt is None else attributes_of(tensor, inner)
@@ -78,7 +78,7 @@ class Metadata:
         return cls(frozen, None if rebuilt is None else attributes, restored, _is_constant(context))
 
     def guarded(self, tensor: torch.Tensor) -> Metadata:
-        """The same for comparing with: changes made in place to what the class restores are noticed too.
+        """A copy for guards, which also detects in-place changes to attributes that the class restores.
 
         Raises:
             Refusal: an attribute cannot be copied.
@@ -99,7 +99,7 @@ class Metadata:
         return now.keys() == known.keys() and all(is_same(value, now[key]) for key, value in known.items())
 
     def own_context(self) -> Any:
-        """The context for one more tensor: a copy where tensors could change it under one another."""
+        """The context for one more tensor: copied if mutable, so that tensors do not share changes."""
         return self.context if self.shared else copy.deepcopy(self.context)
 
 
@@ -117,12 +117,12 @@ def attributes_of(tensor: torch.Tensor, inner: Sequence[str]) -> dict[str, Any]:
 
 
 def holds_symbols(value: Any) -> bool:
-    """Whether a symbolic number is, or may be, somewhere in `value`."""
+    """Whether `value` contains, or may contain, a symbolic number."""
     return any(isinstance(leaf, tuple(_FIXED)) or not isinstance(leaf, ATOMS) for leaf in tree_leaves(value))
 
 
 def without_symbols(value: Any) -> Any:
-    """`value` with fixed numbers in place of symbolic ones, which become guards."""
+    """`value` with concrete numbers in place of symbolic ones, which become guards."""
     return tree_map(lambda leaf: _FIXED[type(leaf)](leaf) if type(leaf) in _FIXED else leaf, value)
 
 
@@ -137,7 +137,7 @@ def _agrees(tensor: torch.Tensor, before: Any, now: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether `value` is immutable through and through: what is hashed by value has to be."""
+    """Whether `value` is deeply immutable. A value that hashes by value must be."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     kind: Any = type(value)
@@ -171,7 +171,7 @@ def is_wrapper(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Constant:
-    """An inner value that is no tensor."""
+    """An inner value that is not a tensor."""
 
     value: Any = field(compare=False)
     count = 0
@@ -190,9 +190,9 @@ class Wrapper:
     """A subclass tensor.
 
     Attributes:
-        cls, metadata: what it is besides its parts.
-        requires_grad: whether it requires grad; None if neither that nor attributes matter.
-        parts: name and layout of each inner value.
+        cls, metadata: its class and metadata.
+        requires_grad: whether it requires grad; None if neither this nor attributes matter.
+        parts: name and spec of each inner value.
         geometry: outer sizes and strides; None where the number is a flat value.
     """
 
@@ -204,7 +204,7 @@ class Wrapper:
 
     @property
     def count(self) -> int:
-        """How many plain tensors it takes."""
+        """The number of plain tensors inside it."""
         return sum(part.count for _, part in self.parts)
 
 
@@ -215,11 +215,13 @@ PLAIN = Plain()
 def wrapper_layout(
     value: Any, part_of: Callable[[Any], SubclassSpec], requires_grad: bool | None, geometry: Any = None
 ) -> Wrapper:
-    """The layout of a subclass tensor.
+    """The spec of a subclass tensor.
 
     Args:
-        part_of: gives that of an inner tensor. requires_grad, geometry: as in `Wrapper`; by default its own
-            geometry.
+        value: the tensor.
+        part_of: returns the spec of an inner tensor.
+        requires_grad: as in `Wrapper`.
+        geometry: as in `Wrapper`; by default the sizes and strides of `value`.
     """
     names, context = value.__tensor_flatten__()
     inner = {name: getattr(value, name) for name in names}
@@ -239,11 +241,11 @@ def wrapper_layout(
 
 
 def layout_of(value: Any) -> SubclassSpec:
-    """How `value` is made up, whether or not it requires grad and whatever attributes it has. Symbolic sizes
-    of a subclass tensor become fixed: no graph gives the numbers of which another one is built.
+    """The spec of `value`, ignoring `requires_grad` and attributes. A subclass tensor's symbolic sizes become
+    concrete, because no graph outputs the numbers from which another tensor is built.
 
     Raises:
-        Refusal: it cannot be taken apart without loss.
+        Refusal: `value` cannot be flattened without loss.
     """
     if not is_wrapper(value):
         return PLAIN
@@ -260,7 +262,7 @@ def parts_of(value: Any, layout: SubclassSpec | Constant) -> list[Any]:
 
 
 def taken(layout: SubclassSpec | Constant, value: Any, flat: list[Any]) -> bool:
-    """Put the flat values of `value` into `flat`, if it has this layout."""
+    """Append the flat values of `value` to `flat`; False if `value` does not match `layout`."""
     if isinstance(layout, Constant):
         return not isinstance(value, torch.Tensor) and bool(value is layout.value or value == layout.value)
     if isinstance(layout, Plain):
@@ -283,12 +285,12 @@ def taken(layout: SubclassSpec | Constant, value: Any, flat: list[Any]) -> bool:
 
 
 def fits(layout: SubclassSpec, value: Any) -> bool:
-    """Whether a value is made up like this; its strides may differ."""
+    """Whether `value` matches `layout`; its strides may differ."""
     return taken(layout, value, [])
 
 
 def built(layout: SubclassSpec | Constant, flat: Iterator[Any]) -> Any:
-    """Put a value together of the next flat values."""
+    """Build a value from the next flat values."""
     if isinstance(layout, Constant):
         return layout.value
     if isinstance(layout, Plain):
@@ -306,20 +308,20 @@ def built(layout: SubclassSpec | Constant, flat: Iterator[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _ByIdentity:
-    """The very object at another place: an argument (of the segment) or an output before it."""
+    """The same object as at another place: an argument of the segment, or an earlier output."""
 
     place: int
     is_argument: bool
 
 
 class SubclassBorder:
-    """Arguments of one lowering that has subclass tensors among them.
+    """Converts between subclass tensors and flat values for one lowering.
 
     Attributes:
-        numbers: positions among the flat values that are outer sizes and strides.
+        numbers: positions of outer sizes and strides among the flat values.
 
     Raises:
-        Refusal: a subclass that cannot be taken apart without loss.
+        Refusal: a subclass tensor cannot be flattened without loss.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -333,7 +335,7 @@ class SubclassBorder:
         self._outputs: tuple[SubclassSpec | _ByIdentity, ...] = ()
 
     def enter(self, args: Sequence[Any]) -> list[Any] | None:
-        """The flat values of `args`; None if a subclass is not what it was."""
+        """The flat values of `args`; None if a subclass tensor no longer matches its spec."""
         flat: list[Any] = []
         for i, (layout, value) in enumerate(zip(self._arguments, args, strict=True)):
             if isinstance(layout, _ByIdentity):
@@ -346,7 +348,7 @@ class SubclassBorder:
         return flat
 
     def flattened(self, run: Boxed) -> Boxed:
-        """`run` on flat values; notes how its outputs are made up."""
+        """Wrap `run` to take flat values. Each run records the specs of the outputs."""
 
         def run_flat(flat: list[Any]) -> list[Any]:
             values = iter(flat)
@@ -354,7 +356,7 @@ class SubclassBorder:
             for layout in self._arguments:
                 args.append(args[layout.place] if isinstance(layout, _ByIdentity) else built(layout, values))
             inputs = {id(value): i for i, value in enumerate(args) if is_wrapper(value)}
-            kept = list(args)  # the segment empties its arguments; `inputs` has their ids
+            kept = list(args)  # the segment empties its arguments, but `inputs` relies on their ids
             results = run(args)
             del kept
             return self._note_outputs(results, inputs)
@@ -378,7 +380,7 @@ class SubclassBorder:
         return flat
 
     def passed_through(self, args: Sequence[Any]) -> dict[int, Any]:
-        """The arguments that are outputs as they are, by position."""
+        """The arguments that are returned unchanged, by position."""
         return {
             layout.place: args[layout.place]
             for layout in self._outputs
@@ -386,7 +388,7 @@ class SubclassBorder:
         }
 
     def exit(self, flat: Sequence[Any], passed: dict[int, Any]) -> list[Any]:
-        """The segment's outputs, of its flat results and what `passed_through` kept."""
+        """The segment's outputs, built from its flat results and the arguments from `passed_through`."""
         values = iter(flat)
         outputs: list[Any] = []
         for layout in self._outputs:
@@ -402,8 +404,8 @@ class SubclassBorder:
 
 
 def _argument(value: Any) -> SubclassSpec:
-    """The layout of an argument, all of whose numbers are flat values; later changes to what its class
-    restores are noticed."""
+    """The spec of an argument, with all its numbers as flat values. Its guard detects later changes to
+    attributes that the class restores."""
     if not is_wrapper(value):
         return PLAIN
     layout = wrapper_layout(value, _argument, value.requires_grad, (None,) * 2 * value.dim())
@@ -411,7 +413,7 @@ def _argument(value: Any) -> SubclassSpec:
 
 
 def _are_numbers(layout: SubclassSpec | Constant | _ByIdentity) -> Iterator[bool]:
-    """For each flat value of a layout, whether it is a number of its geometry."""
+    """For each flat value of a spec, whether it is an outer size or stride."""
     if isinstance(layout, Plain):
         yield False
     elif isinstance(layout, Wrapper):
@@ -421,7 +423,7 @@ def _are_numbers(layout: SubclassSpec | Constant | _ByIdentity) -> Iterator[bool
 
 
 def _result(value: Any, flat: list[Any]) -> SubclassSpec:
-    """The layout of an output, or of a tensor in it, while it is traced; its flat values go to `flat`."""
+    """The spec of an output during the trace, or of a tensor inside it; appends its flat values to `flat`."""
     if not is_wrapper(value):
         if isinstance(value, torch.Tensor) and type(value) not in TRACED:
             raise Refusal(

@@ -1,8 +1,8 @@
-"""What only torch knows of a tensor: its memory, who shares it, which layout its gradient owes.
+"""Tensor properties that only torch knows: memory, sharing, and the layout required of gradients.
 
-In: real tensors, or fake ones. Out: addresses to compare, counts of holders, aliases that autograd knows
-nothing of; the tensors inside others, groups that share memory, their bases, and views made again; gradients.
-The layout contract is ``torch/csrc/autograd/utils/grad_layout_contract.h``.
+In: real or fake tensors. Out: addresses, reference counts, and aliases unknown to autograd; the tensors
+inside wrapper subclasses; groups that share memory, their bases, and regenerated views; gradients. The layout
+contract for gradients is ``torch/csrc/autograd/utils/grad_layout_contract.h``.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Size = tuple[int, ...]
 
-#: the classes of tensors whose operations are torch's own.
+#: The tensor classes that do not override any operation.
 PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter
-_compiled: Any = guards  # its annotations leave out what generated code calls
+_compiled: Any = guards  # its annotations omit the functions that generated code calls
 
 
 def addresses_are(tensors: list[Any], addresses: list[int], places: list[int]) -> bool:
-    """Whether each of `tensors` at `places` lies where `addresses` (one for each tensor) says."""
+    """Whether each of `tensors` at `places` has its address in `addresses` (one for each tensor)."""
     if _compared is not None:  # only in builds with CUDA
         return bool(_compared(tensors, addresses, places))
     return all(tensors[i].data_ptr() == addresses[i] for i in places)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether it is the conjugate or the negative of what is in its memory."""
+    """Whether `tensor` is the conjugate or the negative of what its memory contains."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same elements in memory, if it is lazy; what is expanded stays so."""
+    """`tensor` with its elements materialised if it is lazy; expanded dimensions stay expanded."""
     if not is_lazy(tensor):
         return tensor
     once = tensor[tuple([slice(None) if stride else slice(1) for stride in tensor.stride()])]
@@ -48,8 +48,8 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Sizes and strides; None if more than these says what the elements are: if it is lazily conjugated or
-    negated, sparse, or holds a batch of torch's vmaps."""
+    """Sizes and strides; None if they do not determine the elements: for lazily conjugated or negated, sparse
+    and vmap-batched tensors."""
     functorch = torch._C._functorch
     if tensor.layout is not torch.strided or is_lazy(tensor):
         return None
@@ -59,40 +59,40 @@ def geometry_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells the storage of a tensor from others that live."""
+    """An identity for the storage of `tensor`, unique among live storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address at which its storage begins."""
+    """The address at which the storage of `tensor` begins."""
     return tensor.untyped_storage().data_ptr()
 
 
 def holders(storages: Sequence[int]) -> list[int]:
-    """How many hold each storage (of `storage_of`; it must live)."""
+    """The reference count of each storage (from `storage_of`; it must be alive)."""
     count = torch._C._storage_Use_Count
     return [count(storage) for storage in storages]
 
 
 def is_only_here(values: list[Any], place: int) -> bool:
-    """Whether what stands at `place` is a tensor to which only the list refers, in Python and in C++."""
+    """Whether the value at `place` is a tensor that only the list references, in Python and in C++."""
     if not isinstance(values[place], torch.Tensor):
         return False
-    # the list, and the argument
+    # two references: the list, and the argument of the call
     return sys.getrefcount(values[place]) <= 2 and values[place]._use_count() <= 1
 
 
 def reinterpreted(
     tensor: torch.Tensor, size: Sequence[Any], stride: Sequence[Any], further: Any = 0
 ) -> torch.Tensor:
-    """A tensor over the memory of `tensor`, beginning `further` elements behind its beginning, that autograd
-    does not know as a view."""
+    """A tensor over the memory of `tensor`, starting `further` elements after its start. Autograd does not
+    know it as a view."""
     made: torch.Tensor = _compiled._reinterpret_tensor(tensor, tuple(size), tuple(stride), further)
     return made
 
 
 def unowned(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Another storage for the memory of `tensor`, which does not keep that memory."""
+    """A second storage over the memory of `tensor` that does not keep the memory alive."""
     memory = tensor.untyped_storage()
     make: Any = torch._C._construct_storage_from_data_pointer
     made: torch.UntypedStorage = make(memory.data_ptr(), tensor.device, memory.nbytes())
@@ -100,14 +100,14 @@ def unowned(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in `storage` as `tensor` lies in its own."""
+    """A tensor in `storage` with the offset, sizes and strides of `tensor`."""
     where = tensor.storage_offset(), tensor.shape, tensor.stride()
     with torch.inference_mode(False):
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *where)
 
 
 def new_memory(device: torch.device) -> Callable[[Size, Size, torch.dtype], torch.Tensor]:
-    """What makes tensors of a size, strides and a dtype on `device`, as quickly as is possible now."""
+    """The fastest function that currently allocates on `device`, from size, strides and dtype."""
     if device.type == "cpu":
         return _compiled._empty_strided_cpu
     if device.type == "cuda" and device.index == torch.cuda.current_device():
@@ -122,7 +122,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def whole_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """From the first to the last element of tensors of one dtype in one storage, as one row."""
+    """A flat tensor from the first to the last element of tensors of one dtype in one storage."""
     begin = min(tensor.storage_offset() for tensor in tensors)
     end = max(map(_end, tensors))
     return reinterpreted(tensors[0], (end - begin,), (1,), begin - tensors[0].storage_offset())
@@ -146,7 +146,7 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
-    """Keys of tensors that share memory with another one, group by group."""
+    """Groups of keys whose tensors share memory. Tensors that share with no other are not listed."""
     by_storage: dict[int, list[int]] = {}
     places: dict[int, tuple[int, int]] = {}
     any_foreign = False
@@ -165,14 +165,14 @@ def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int
 
 
 def is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether the memory was made outside of torch, as NumPy's. Two storages may show the same of it."""
+    """Whether the memory was allocated outside of torch, as by NumPy. Two storages may then overlap."""
     return not tensor.untyped_storage().resizable()
 
 
 def _joined(
     by_storage: Mapping[int, list[int]], places: Mapping[int, tuple[int, int]]
 ) -> dict[int, list[int]]:
-    """The keys of storages that overlap, together."""
+    """Merge the keys of storages that overlap."""
     joined: dict[int, list[int]] = {}
     last, end = 0, 0
     for storage in sorted(by_storage, key=lambda one: places.get(one, (0, 0))):
@@ -190,10 +190,10 @@ def _is_without_memory(tensor: torch.Tensor) -> bool:
 
 
 def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor of which all are views, as autograd sees it; else, of inference tensors, all of their
-    memory; else None. Only for plain tensors of one dtype.
+    """The tensor of which all are views, as autograd sees it. For inference tensors without one, a flat
+    tensor over all of their memory. Otherwise None. Only for plain tensors of one dtype.
 
-    Other tensors in one memory, such as a tensor and its ``.data``, may count changes apart."""
+    Other tensors in one memory, such as a tensor and its ``.data``, may have separate version counters."""
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in tensors):
         return None
     if len({t.dtype for t in tensors}) > 1 or len({storage_of(t) for t in tensors}) > 1:
@@ -210,7 +210,7 @@ def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def view_origin(view: torch.Tensor) -> Any:
-    """Why torch would refuse to change this view in place (``CreationMeta``); None for an ordinary view."""
+    """Why torch would refuse to modify this view in place (``CreationMeta``); None for an ordinary view."""
     if not view._is_view():
         return None
     origin = torch._C._autograd._get_creation_meta(view)
@@ -218,7 +218,7 @@ def view_origin(view: torch.Tensor) -> Any:
 
 
 def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Tensor:
-    """The view that `make` makes, for which torch refuses in-place changes as it would for one of this
+    """Call `make`, and mark the view so that torch refuses in-place changes as for a view of this
     `origin`."""
     kinds = torch._C._autograd.CreationMeta
     with torch.set_grad_enabled(torch.is_grad_enabled() and origin != kinds.NO_GRAD_MODE):
@@ -228,16 +228,16 @@ def with_view_origin(make: Callable[[], torch.Tensor], origin: Any) -> torch.Ten
     return view
 
 
-#: with one call for all: add each of the second list to the tensor at its place in the first.
+#: Add each tensor of the second list to its counterpart in the first, in one call.
 add_each = torch._foreach_add_
-#: dtypes for which torch's kernels that copy many tensors are not made.
+#: Dtypes for which torch has no kernels that copy many tensors at once.
 _ONE_BY_ONE = frozenset({torch.uint16, torch.uint32, torch.uint64})
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def copy_each(targets: Tensors, sources: Tensors) -> None:
-    """Write each of `sources` into the tensor at its place in `targets`. If they have one dtype, a device
-    needs only a few kernels for it."""
+    """Copy each of `sources` into its counterpart in `targets`. If all have one dtype, a device needs only a
+    few kernels for this."""
     if targets[0].dtype in _ONE_BY_ONE:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
@@ -254,25 +254,25 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether all elements of `view` lie between the first and the last of `base`, whose memory it shows."""
+    """Whether all elements of `view` lie between the first and last of `base`; both share memory."""
     first, last = _extent(view)
     lowest, highest = _extent(base)
     return bool(lowest <= first and last <= highest)
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are in one memory, and neither ends before the other begins."""
+    """Whether two tensors share a storage and their extents overlap."""
     (first, last), (lowest, highest) = _extent(one), _extent(other)
     return storage_of(one) == storage_of(other) and bool(first <= highest and lowest <= last)
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether it is expanded: several of its elements are one in memory."""
+    """Whether `tensor` is expanded, so that several elements share one memory location."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def may_share_elements(tensor: torch.Tensor) -> bool:
-    """The same, where sizes may be symbolic; asks for no guard."""
+    """`shares_elements` for possibly symbolic sizes; creates no guard."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(
         type(stride) is int and stride == 0 and (type(size) is not int or size > 1) for size, stride in pairs
@@ -289,12 +289,12 @@ def _extent(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the memory between the first and the last, each place once."""
+    """Whether the elements fill their memory extent, each location exactly once."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def has_overlaps(tensor: torch.Tensor) -> bool:
-    """Whether it may show an element in several places; with symbolic sizes, whether it is expanded."""
+    """Whether elements may share a memory location; for symbolic sizes, whether `tensor` is expanded."""
     if tensor._has_symbolic_sizes_strides:
         return any(type(stride) is int and stride == 0 for stride in tensor.stride())
     reach = 0
@@ -306,7 +306,7 @@ def has_overlaps(tensor: torch.Tensor) -> bool:
 
 
 def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
-    """Whether a dense `grad` has the strides that ``variable.grad`` owes."""
+    """Whether a dense `grad` has the strides required of ``variable.grad``."""
     if grad.is_nested or variable.layout is not torch.strided:
         return False
     if not is_dense(variable):
@@ -317,15 +317,15 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     )
 
 
-#: torch's own: a subclass may have a property called ``grad``, which eager's C++ does not call.
+#: torch's own accessor: a subclass may define a property ``grad``, which eager's C++ does not call.
 _grad: Any = torch._C.TensorBase.grad
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 set_grad: Callable[[torch.Tensor, torch.Tensor], None] = _grad.__set__
 
 
 def set_grad_of_another_shape(variable: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `grad` the ``.grad`` of a leaf whose ``data`` is of another size or dtype by now. Python refuses
-    that; the engine does not look."""
+    """Set the ``.grad`` of a leaf whose ``data`` now has another size or dtype. Python refuses this; the
+    engine does not check."""
     leaf: Any = variable
     data = leaf.data
     try:
@@ -336,15 +336,15 @@ def set_grad_of_another_shape(variable: torch.Tensor, grad: torch.Tensor) -> Non
 
 
 def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
-    """Have the AccumulateGrad node of `variable` write its ``.grad``, and warn where it does, without any
-    hook."""
+    """Make the AccumulateGrad node of `variable` write its ``.grad``, with the node's warnings but without
+    any hook."""
     leaf: Any = variable
     with torch.enable_grad():
-        copy = leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()  # others have no views
+        copy = leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()  # sparse has no views
         node = copy.grad_fn.next_functions[0][0]
     hooks = leaf._post_accumulate_grad_hooks or {}
     kept = dict(hooks)
-    hooks.clear()  # the node calls what is in there; the plan calls it in its own time
+    hooks.clear()  # otherwise the node would call them; the plan calls them later
     try:
         node(grad)
     finally:
@@ -352,25 +352,25 @@ def accumulate_in_node(variable: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def zeros_of_slot(node: Any, slot: int) -> Callable[[], torch.Tensor]:
-    """Makes zeros in place of an undefined gradient for the differentiable output number `slot` of the
-    forward of `node`; does not hold on to `node`."""
+    """A function that makes zeros for an undefined gradient of the forward's differentiable output `slot`. It
+    does not reference `node`."""
     metadata = node._input_metadata[slot]
     return functools.partial(torch.zeros, metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that is running was asked to retain the graph."""
+    """Whether the current backward was asked to retain the graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_batched(value: Any) -> bool:
-    """Whether the value is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
+    """Whether `value` is a tensor of torch's older vmap, which ``is_grads_batched`` uses."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
 def is_not_in_memory(value: Any) -> bool:
-    """Whether the elements of a tensor are not those in its memory, which generated code reads: it is lazily
-    conjugated or negated, has no memory because all are zero, or is batched."""
+    """Whether the elements of a tensor differ from those in its memory, which generated code reads: it is
+    lazily conjugated or negated, a zero tensor without memory, or batched."""
     if not isinstance(value, torch.Tensor):
         return False
     return is_lazy(value) or value._is_zerotensor() or is_batched(value)
