@@ -263,7 +263,7 @@ def instance_of(node: Any) -> Instance | None:
     return found
 
 
-# what calls of a graph switch
+# Thread state that calls of a graph switch
 
 _ENTERS, _EXITS = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _SETS_GRAD_MODE = torch._C._set_grad_enabled

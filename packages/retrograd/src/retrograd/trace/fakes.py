@@ -49,10 +49,10 @@ def checks_known(mode: Any) -> dict[int, Any]:
 
 
 def refuse_lost_checks(mode: Any, before: Mapping[int, Any]) -> None:
-    """Refuse a trace in which user code called ``torch._check`` since `before`: no graph would contain that
-    check.
+    """Refuse a trace in which user code called ``torch._check`` since `before`: the graph would not contain
+    the check.
 
-    Operators repeat their own checks at run time, so those are not refused.
+    Checks that operators make are allowed, because the operators repeat them at run time.
 
     Raises:
         Refusal: user code made such a check.
@@ -250,8 +250,8 @@ def symbols_in(value: Any) -> frozenset[str]:
 
 
 def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | None]]:
-    """For each symbol that is a size or an input by itself, the position of its value, and its dimension
-    (None: the value is the symbol)."""
+    """Where each symbol can be read directly: the position of a value, and its dimension (None: the value
+    itself)."""
     found: dict[str, tuple[int, int | None]] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):

@@ -83,7 +83,7 @@ class FirstRun:
         self.has_ended = self.is_computing = False
         self._end: tuple[Any, Exception | None] = None, None
         self._seen, self._calls, self._computed = seen, list[_Call](), 0
-        #: by identity of a tensor of the trace, the real one; None if it is not computed yet.
+        #: By identity of a tensor of the trace, the real tensor; None if it is not computed yet.
         self._real: dict[int, Any] = _by_identity(seen, self.leaves)
 
     @property

@@ -103,8 +103,8 @@ def _without_mutation(func: Any) -> Any:
 def _lies_as_no_result(value: torch.Tensor) -> bool:
     """True if no kernel lays out a result like this: it has gaps, or unusual strides in dimensions of size 1.
 
-    Images with one element or one channel may be in any memory format, and a fake does not tell which, so
-    they count too. Views do not count: functionalisation regenerates a view after each mutation.
+    Images with one channel or one pixel may be in any memory format, and a fake does not tell which, so they
+    count too. Views do not count: functionalisation regenerates a view after each mutation.
     """
     if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
         return False
@@ -173,7 +173,7 @@ def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
 def _keep_layout(value: FunctionalTensor) -> None:
     """Restore the strides of `value` after an in-place operation, which never changes them in eager.
 
-    The functional operation in its place may return other strides, and later views would inherit them.
+    The functional operation that replaces it may return other strides, and later views would inherit them.
     """
     bare = torch._from_functional_tensor(value.elem)
     sizes, strides = tuple(value.shape), tuple(value.stride())

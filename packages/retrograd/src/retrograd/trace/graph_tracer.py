@@ -6,7 +6,7 @@ the graph.
 `trace`: In: a segment as a boxed function, its arguments, and which sizes are symbolic. Out: a `Traced` graph
 without mutations, its fake inputs, and the shape environment with the guards that tracing added.
 
-This is ``make_fx`` without its process-wide effects: its tracer replaces ``nn.Module.__call__`` and
+We use ``make_fx`` without its process-wide effects. Its own tracer replaces ``nn.Module.__call__`` and
 ``__getattr__``, and sets a flag that makes compiled functions raise on other threads. One process-wide global
 remains, which higher-order operators read, so only one thread traces at a time.
 """
@@ -225,8 +225,8 @@ def make_graph(
             last bit.
 
     Returns:
-        A module whose placeholders come first. It is not recompiled yet: the last code that changes the graph
-            must do that.
+        A module whose placeholders come first. After its last change to the graph, the caller must recompile
+            it.
     """
 
     def traced() -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """Ops whose real output strides differ from their meta kernel's.
 
 In: decompositions, as for ``make_fx``. Out: the same, with one more for each operator whose layout is listed
-as a fact. It computes the operator as before, then gives the result the layout of the real kernel. Torch's
-meta kernel or Inductor's decomposition preserves an input's strides where the real kernel does not, or the
-reverse. The arguments are not changed, because a kernel may round differently for another layout.
+as a fact. The added decomposition calls the operator, then gives its result the layout of the real kernel.
+Torch's meta kernel or Inductor's decomposition preserves an input's strides where the real kernel does not,
+or the reverse. The arguments keep their layout, because a kernel may round differently for another one.
 
 In: the result of a meta kernel, and the arguments. Out: the result in the real kernel's layout.
 
