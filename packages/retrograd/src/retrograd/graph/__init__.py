@@ -1,1 +1,1 @@
-"""The values that flow between stages. They are frozen, and they import no stage."""
+"""The values that flow between stages. They are frozen and import no stage."""

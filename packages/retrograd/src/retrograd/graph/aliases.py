@@ -1,7 +1,7 @@
-"""Alias analysis: whose memory a value of an FX graph shares.
+"""Alias analysis: which values of an FX graph share memory.
 
-In: calls with example values. Out: the inputs whose memory the result may share, from the operator's schema;
-for each call of a graph, the calls that own the memory of its value.
+In: calls with example values. Out: the inputs whose memory a call's result may share, according to the
+operator's schema; for each call of a graph, the calls that own the memory of its value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from retrograd.facts import fact
 from retrograd.graph.fx import SYMBOLIC, arguments_of, is_operator_overload, is_wait
 from retrograd.graph.reach import origins
 
-#: types of ``meta["val"]`` of what may share memory; None where it is not known.
+#: Types of ``meta["val"]`` of values that may share memory; None if the value is unknown.
 _MAY_HOLD_MEMORY = (torch.Tensor, list, tuple, type(None))
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the value of the call may share."""
+    """The inputs whose memory the call's result may share."""
     target = node.target
     if node.op != "call_function" or target in SYMBOLIC:
         return []
@@ -42,14 +42,17 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_owners(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each of `nodes`, which come in order, those whose memory its value shares; itself if it has its
-    own."""
+    """For each of `nodes`, which come in graph order, the nodes whose memory its value shares; itself if it
+    owns its memory."""
     return origins(nodes, bases_of)
 
 
 def bases_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the value of the call is known to share. Calls of higher order make memory of
-    their own, and so has each of several results, unless the call shares memory, as ``split`` does."""
+    """The inputs whose memory the call's result is known to share.
+
+    Higher-order calls own the memory of their results. So does a call with several results, unless the call
+    is a view, as ``split`` is.
+    """
     bases = aliased_inputs(node)
     if node.target is getitem:
         return bases if bases and bases_of(bases[0]) else []

@@ -1,14 +1,15 @@
-"""What capture recorded of one backward, as an FX graph of typed calls, and the steps that it is cut into.
+"""A captured backward as an FX graph of typed calls, and the steps into which it is cut.
 
-In: built by ``live.capture`` in the order in which the engine walked; cut by ``live.capture.segments``. Out:
-read by the scheduling pass, which returns another `BackwardGraph` in eager order, and by ``live.run.plan``.
+In: ``live.capture`` builds the graph in the order in which the engine visits the nodes;
+``live.capture.segments`` cuts it into steps. Out: the scheduling pass returns a `BackwardGraph` in eager
+order; ``live.run.plan`` runs the steps.
 
-Placeholders stand for tensors lifted out of the autograd graph (``input_i``), sizes that have changed
-(``size_i``), lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed
-saved tensors (``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
+Placeholders are tensors lifted out of the autograd graph (``input_i``), sizes that have changed (``size_i``),
+lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) and packed saved tensors
+(``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
 
-A function that AOTAutograd compiled has a backward graph of its own (`AotBackward`, made by
-``engine.aot_functions``), which ``live.inlined.lay_in`` lays into the captured one.
+A function that AOTAutograd compiled has its own backward graph: an `AotBackward`, made by
+``engine.aot_functions``. ``live.inlined.lay_in`` inlines it into the captured one.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ class Tangent:
     """One cotangent that the graph takes.
 
     Attributes:
-        slot: which output of the forward it belongs to.
+        slot: the output of the forward to which it belongs.
         leaves: how many placeholders it fills; more than one for a tensor subclass.
-        read: makes those values of the gradient that arrives: the layout and class that the graph was
-            traced for.
+        read: turns the gradient that arrives into those values, in the layout and class of the traced one.
     """
 
     slot: int
@@ -41,7 +41,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class BuiltGradient:
-    """A gradient that is a tensor subclass: `build` makes it of the values of `parts`."""
+    """A gradient that is a tensor subclass: `build` makes it from the values of `parts`."""
 
     parts: tuple[Any, ...]
     build: Callable[..., Any]
@@ -49,17 +49,19 @@ class BuiltGradient:
 
 @dataclass(frozen=True)
 class AotBackward:
-    """One compiled function's backward graph. Its placeholders are, in this order: symbolic sizes, saved
-    tensors, saved opaque objects, tangents.
+    """The backward graph of one compiled function.
+
+    Its placeholders are, in this order: symbolic sizes, saved tensors, saved opaque objects, tangents.
 
     Attributes:
-        name: ``aot3``: the prefix of its nodes in the captured graph.
-        graph: ATen calls; nodes carry ``seq_nr``, the sequence number of the forward operation that they
-            differentiate.
+        name: the prefix of its nodes in the captured graph, such as ``aot3``.
+        graph: ATen calls. Each node carries ``seq_nr``, the sequence number of the forward operation that it
+            differentiates.
         constants: the values of its ``get_attr`` nodes.
         tangents: the cotangents it takes.
-        gradients: one entry per input of the forward: None, a node of `graph`, or a `BuiltGradient`.
-        kept_on_context: how many saved tensors stand on the context itself, not among the saved tensors.
+        gradients: for each input of the forward: None, a node of `graph`, or a `BuiltGradient`.
+        kept_on_context: how many saved tensors are attributes of the context rather than saved tensors of the
+            node.
     """
 
     name: str
@@ -72,16 +74,17 @@ class AotBackward:
 
 @dataclass(frozen=True)
 class AotCall:
-    """What the engine hands over where it comes to a compiled function. Values are those of the recorder.
+    """What the engine passes when it reaches a compiled function. Values are the recorder's.
 
     Attributes:
         context: position of the function's context among the hooks.
         grads: gradients of the forward's outputs; None is undefined.
         sizes: symbolic sizes that the forward saved.
-        saved: its saved tensors.
-        objects: positions among the hooks of the opaque objects that it saved.
+        saved: tensors that the forward saved.
+        objects: positions among the hooks of the opaque objects that the forward saved.
         wanted: for each argument of the forward, whether it was a tensor.
-        zeros: makes what makes zeros in place of the gradient of an output; None if sizes are not known.
+        zeros: for an output, returns a function that makes zeros in place of its gradient; None if sizes are
+            unknown.
     """
 
     context: int
@@ -95,15 +98,16 @@ class AotCall:
 
 @dataclass(frozen=True)
 class InlinedCall:
-    """What became of a node call whose own graph was laid in. Eager would have run many nodes in its place.
+    """A node call whose own graph was inlined. Eager would have run many nodes in its place.
 
     Attributes:
-        steps: for each step, in order, which gradients (numbers of the node's edges) are ready at its end.
-        totals: by output of the forward, the whole gradient there: what arrives from outside together with
-            what the graph itself adds; before hooks.
-        consumed: which of eager's nodes would have released what they saved; sequence numbers or the like.
-        consumed_for: by output of the forward, the same if only the gradient there is wanted.
-        leaves_a_part: whether another part can be differentiated later, without ``retain_graph``.
+        steps: for each step, in order, the gradients (numbers of the node's edges) that are ready at its end.
+        totals: by output of the forward, its full gradient before hooks: the incoming gradient plus what the
+            graph itself adds.
+        consumed: which of eager's nodes would have released their saved tensors, as sequence numbers or
+            similar keys.
+        consumed_for: by output of the forward, the same if only the gradient of that output is requested.
+        leaves_a_part: whether another subgraph can be differentiated later without ``retain_graph``.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -114,7 +118,7 @@ class InlinedCall:
 
 
 class HookKind(enum.Enum):
-    """Where a hook hangs. The value is the name under which torch's documentation knows it."""
+    """The kind of a hook. The value is its name in torch's documentation."""
 
     TENSOR_PRE = "tensor hook"
     RETAIN_GRAD = "retain_grad or C++ tensor hook"
@@ -125,7 +129,7 @@ class HookKind(enum.Enum):
 
 
 class CallKind(enum.Enum):
-    """What one call of a `BackwardGraph` is. Only functional kinds may be part of a segment."""
+    """The kind of a call of a `BackwardGraph`. A segment contains only calls of functional kinds."""
 
     NODE = "built-in autograd node"
     VALIDATE = "check of a node's outputs against the metadata of their consumers"
@@ -139,17 +143,17 @@ class CallKind(enum.Enum):
     AOT_SAVED = "saved tensors on the context of a function that AOTAutograd compiled"
     ACCUMULATE = "accumulation into .grad"
 
-    # Every pass asks each call for its kind: this hash is computed in C, that of `Enum` in Python.
+    # Every pass looks up the kind of each call. This hash is computed in C, that of `Enum` in Python.
     __hash__ = object.__hash__
 
     @property
     def is_functional(self) -> bool:
-        """Whether the call reads and writes nothing but its arguments and results."""
+        """Whether the call has no effect besides its results."""
         return self in _FUNCTIONAL
 
     @property
     def is_node(self) -> bool:
-        """Whether the call stands for an autograd node (an inlined node is many calls of `ATEN`)."""
+        """Whether the call represents an autograd node. (An inlined node is many calls of kind `ATEN`.)"""
         return self in _NODES
 
 
@@ -163,7 +167,7 @@ _NODES = frozenset(
 
 
 class SourceKind(enum.Enum):
-    """Which list of the engine's run-time arguments a placeholder reads."""
+    """The list of the engine's run-time arguments from which a placeholder reads."""
 
     INPUT = "input"
     SIZE = "size"
@@ -185,10 +189,9 @@ class NodeCall:
     """One node that the engine executed.
 
     Attributes:
-        index: its place in the engine's walk.
+        index: its position in the engine's order.
         name: the autograd node's name.
-        source: the user's line that made the node in the forward, where torch knows it (anomaly mode
-            records it).
+        source: the line of user code that made the node in the forward, if known. Anomaly mode records it.
     """
 
     index: int
@@ -198,15 +201,16 @@ class NodeCall:
 
 @dataclass(frozen=True)
 class Call:
-    """What one FX node means.
+    """The meaning of one FX node.
 
     Attributes:
-        kind: which kind of call.
-        node_call: index of the node call that it belongs to.
-        hook: which kind of hook, for hook calls.
-        step: for the calls of an inlined node, which of its steps (see `BackwardGraph.inlined`).
-        note: why the call is what it is, where its kind does not say enough.
-        enters: for the call that takes a gradient into an inlined node, and for hooks on it: its number.
+        kind: the kind of call.
+        node_call: index of the node call to which it belongs.
+        hook: the kind of hook, for hook calls.
+        step: for a call of an inlined node, its step (see `BackwardGraph.inlined`).
+        note: why the call is what it is, if its kind does not show that.
+        enters: for the call that passes a gradient into an inlined node, and for hooks on that gradient: its
+            number.
     """
 
     kind: CallKind
@@ -218,7 +222,7 @@ class Call:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The node call and the step in it."""
+        """The node call and the step within it."""
         return self.node_call, self.step
 
 
@@ -227,11 +231,10 @@ class BackwardGraph:
     """One captured backward.
 
     Attributes:
-        graph: the calls; the output node returns one value per requested gradient (none for
-            ``.backward()``).
-        node_calls: every node the engine executed, by index; those that only pass hooks are here too.
-        needs_engine_frame: C++ hooks are called, which is possible only while the engine's call is alive.
-        inlined: node calls whose own graph was laid in, that is functions that AOTAutograd compiled.
+        graph: the calls. The output node returns one value per requested gradient (none for ``.backward()``).
+        node_calls: every node that the engine executed, by index, including those that only pass hooks.
+        needs_engine_frame: whether it calls C++ hooks, which is possible only during the engine's call.
+        inlined: the node calls whose own graph was inlined: functions that AOTAutograd compiled.
     """
 
     graph: fx.Graph
@@ -240,29 +243,29 @@ class BackwardGraph:
     inlined: Mapping[int, InlinedCall] = field(default_factory=dict)
 
     def calls(self) -> Iterator[tuple[fx.Node, Call]]:
-        """The FX nodes that are calls, with their meaning, in graph order."""
+        """The FX nodes that are calls, each with its `Call`, in graph order."""
         nodes = self.graph.nodes
         return iter([(node, node.meta["call"]) for node in nodes if node.op == "call_function"])
 
     def placeholders(self) -> Iterator[tuple[fx.Node, Source]]:
-        """The FX placeholders with their position among the run-time arguments."""
+        """The FX placeholders, each with its position among the run-time arguments."""
         nodes = self.graph.nodes
         return iter([(node, node.meta["source"]) for node in nodes if node.op == "placeholder"])
 
     def outputs(self) -> tuple[fx.Node | None, ...]:
-        """The values returned to the caller of ``autograd.grad``."""
+        """The values that ``autograd.grad`` returns to the caller."""
         return tuple(next(iter(reversed(self.graph.nodes))).args[0])
 
     def intact_calls(self) -> list[int]:
-        """Inlined node calls of which another part can be differentiated later."""
+        """Inlined node calls of which another subgraph can be differentiated later."""
         return [index for index, inlined in self.inlined.items() if inlined.leaves_a_part]
 
     def with_graph(self, graph: fx.Graph) -> BackwardGraph:
-        """The same capture with its calls laid out anew."""
+        """The same capture with another graph."""
         return replace(self, graph=graph)
 
     def node_name(self, index: int) -> str:
-        """``MulBackward0 (7 of 31)`` for messages."""
+        """The node's name for messages, such as ``MulBackward0 (7 of 31)``."""
         return f"{self.node_calls[index].name} ({index} of {len(self.node_calls)})"
 
 
@@ -274,7 +277,7 @@ def call_of(node: fx.Node) -> Call:
 
 
 def call_name(node: fx.Node) -> str:
-    """The name of what a call calls, such as ``MulBackward0``."""
+    """The name of the call's target, such as ``MulBackward0``."""
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -286,7 +289,7 @@ def source_of(node: fx.Node) -> Source:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether the call is the backward of ``x[...]``, which returns the gradient that it is given."""
+    """True if the call is the backward of ``x[...]``, which returns its gradient unchanged."""
     return call_of(node).kind is CallKind.NODE and call_name(node) == "AliasBackward0"
 
 
@@ -296,10 +299,10 @@ class Segment:
 
     Attributes:
         nodes: the calls, in order.
-        inputs: values from before that they read.
-        outputs: values of theirs that are read later.
-        worth_compiling: whether it holds a node call, not only checks, sums and projections.
-        interpret_because: why it is a segment of its own that is not compiled; empty if it is compiled.
+        inputs: earlier values that the calls read.
+        outputs: values of the calls that are read later.
+        worth_compiling: whether it contains a node call, not only checks, sums and projections.
+        interpret_because: why the segment is separate and not compiled; empty if it is compiled.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -311,7 +314,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """One call that runs as eager runs it, with the projections of its result."""
+    """One call that runs as in eager, with the projections of its result."""
 
     node: fx.Node
     projections: tuple[fx.Node, ...]
@@ -320,7 +323,7 @@ class OpaqueCall:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """One accumulation into ``.grad``: `node`'s arguments are the variable and the gradient."""
+    """One accumulation into ``.grad``. The arguments of `node` are the variable and the gradient."""
 
     node: fx.Node
 
@@ -330,7 +333,7 @@ PlanStep = Segment | OpaqueCall | Accumulation
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps in order; ``dying[i]`` are the values that no step after number i reads."""
+    """The steps in order. ``dying[i]`` are the values that no step after step i reads."""
 
     steps: tuple[PlanStep, ...]
     dying: tuple[frozenset[fx.Node], ...]
@@ -352,18 +355,19 @@ def dying_values(
     """For each step, the values that no later step reads.
 
     Args:
-        reads: by step, the values that it reads or makes. outputs: outlive all steps.
+        reads: for each step, the values that it reads or makes.
+        outputs: values that outlive all steps.
     """
     kept = [node for node in outputs if node is not None]
     last = last_uses([*enumerate(reads), (len(reads), kept)])
     return tuple(frozenset(last.get(number, ())) for number in range(len(reads)))
 
 
-# as text: one line per call or step, with short names, under every torch the same
+# Text form: one line per call or step, with short names, identical under every version of torch.
 
 
 def readable(backward: BackwardGraph) -> str:
-    """The calls in order, each group under the autograd node that it belongs to."""
+    """The calls in order, grouped by the autograd node to which they belong."""
     lines: list[str] = [f"backward({', '.join(node.name for node, _ in backward.placeholders())}):"]
     current = None
     for node, call in backward.calls():
@@ -380,7 +384,7 @@ def readable(backward: BackwardGraph) -> str:
 
 
 def readable_schedule(backward: BackwardGraph, schedule: Schedule) -> str:
-    """The steps in order: which node calls each segment holds, and what each opaque call is."""
+    """The steps in order: the node calls of each segment, and each opaque call with its reason."""
     segments = {step: number for number, step in enumerate(schedule.segments)}
     lines = []
     for number, step in enumerate(schedule.steps):

@@ -1,12 +1,14 @@
-"""Facts about operators: who defines them, which raise depending on values, and which only start their work.
+"""Facts about operators: which are custom, which may raise at run time, and which only start their work.
 
-In: a graph. Out: the names of operators in it that torch does not define, and the modules that define them:
-once another process has imported these, it knows the operators too.
+In: a graph. Out: the names of its operators that torch does not define, and the modules that define them. A
+process that imports these modules knows the operators too.
 
-In: a call of an operator. Out: the errors that it may raise when it runs, but not on fake tensors.
+In: a call of an operator. Out: the errors that it may raise at run time although it does not raise on fake
+tensors.
 
 In: a call in a trace. Out: a refusal if the operator only starts its work, as a collective of ``c10d`` does.
-Python waits for it by a handle, and no trace sees that. Functional collectives have an operator that waits.
+Python waits for such work through a handle, which no trace sees. Functional collectives have an operator that
+waits.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from retrograd.facts import fact, is_of_family
 from retrograd.facts.patches import COLLECTING, Handler, handled_here
 from retrograd.graph.fx import OF_TORCH, is_operator_overload, schema_of
 
-#: namespaces of operators that start work, or tell devices in which order to do it.
+#: Namespaces of operators that start asynchronous work, or order it on devices.
 _STARTING = frozenset({"c10d", "streams"})
-#: what they return in other namespaces, as schemas write it.
+#: Return types, as schemas write them, of such operators in other namespaces.
 _HANDLES = ("__torch__.torch.classes.c10d.Work", "Future")
 
 
@@ -38,10 +40,11 @@ def refuse_asynchronous(targets: Iterable[Any]) -> None:
     """Refuse a call of an operator that only starts its work.
 
     Args:
-        targets: what is called. An operator of higher order may have others among its arguments.
+        targets: the call's target, and arguments that may be targets: a higher-order operator may receive
+            operators.
 
     Raises:
-        Refusal: one of them starts work that somebody has to wait for.
+        Refusal: one of them starts work for which the caller must wait.
     """
     for target in targets:
         if is_operator_overload(target) and _is_asynchronous(target):
@@ -55,21 +58,24 @@ def _is_asynchronous(operator: torch._ops.OpOverload) -> bool:
 
 
 def around_collecting(handler: Handler) -> AbstractContextManager[None]:
-    """Inside, `handler` is asked before a process group of this thread begins to collect what is started, as
-    ``batch_isend_irecv`` has it do. No operator tells of that, and nobody would end it after an error."""
+    """Inside, `handler` runs before a process group of this thread starts to coalesce, as in
+    ``batch_isend_irecv``.
+
+    No operator call shows that a group coalesces, and after an error nothing would end it.
+    """
     return handled_here(COLLECTING, handler) if torch.distributed.is_available() else nullcontext()
 
 
 def collecting_refused() -> Refusal:
-    """Why a trace does not go on where a process group begins to collect."""
+    """The reason why a trace cannot continue where a process group starts to coalesce."""
     return Refusal("asynchronous", "a process group collects what it starts, and Python has to wait for it")
 
 
 class RefusingAsynchronous(TorchDispatchMode):
-    """While open on this thread, such calls are refused before they start, whoever catches the error.
+    """While open on this thread, asynchronous calls are refused before they start.
 
     Attributes:
-        reason: why the first of them was refused; None if there was none.
+        reason: why the first of them was refused, even if the error was caught; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -106,10 +112,10 @@ class RefusingAsynchronous(TorchDispatchMode):
 
 
 def is_registered(name: str, overload: str) -> bool:
-    """Whether torch's dispatcher knows an operator of this name, such as ``aten::add``, and overload.
+    """True if torch's dispatcher knows an operator with this name, such as ``aten::add``, and overload.
 
     Raises:
-        RuntimeError: these are no names.
+        RuntimeError: the name is not well formed.
     """
     return torch._C._dispatch_has_kernel(name if overload == "default" else f"{name}.{overload}")
 
@@ -122,24 +128,26 @@ def custom_operators(graph: fx.Graph) -> Iterator[str]:
 
 
 def defining_modules(graph: fx.Graph) -> list[str]:
-    """The modules that define them, by name. An operator of the program's main file, or one of which nobody
-    can tell where it is from, has none."""
+    """The names of the modules that define the graph's custom operators.
+
+    Operators defined in ``__main__``, or with an unknown origin, are left out.
+    """
     names = [_of_decorator(name) or _of_registration(name) for name in {*custom_operators(graph)}]
     return sorted({name for name in names if name is not None and name != "__main__"})
 
 
 def _of_decorator(operator: str) -> str | None:
-    """Where a function stands of which ``torch.library.custom_op`` has made the operator."""
+    """The module of the function from which ``torch.library.custom_op`` made the operator."""
     definition = OPDEFS.get(operator)
     return None if definition is None else definition._init_fn.__module__
 
 
-#: where the dispatcher says that a kernel was registered.
+#: Where a kernel was registered, in the dispatcher's dump.
 _PLACE = re.compile(r"registered at (.*\.py):\d+")
 
 
 def _of_registration(operator: str) -> str | None:
-    """The module whose file registers it, or a kernel of it, with a ``torch.library.Library``."""
+    """The module whose file registers the operator, or a kernel for it, with a ``torch.library.Library``."""
     files = set(_PLACE.findall(torch._C._dispatch_dump(operator)))
     for name, module in [*sys.modules.items()]:
         if getattr(module, "__file__", None) in files and name.partition(".")[0] != "torch":
@@ -148,12 +156,13 @@ def _of_registration(operator: str) -> str | None:
 
 
 class Errors(NamedTuple):
-    """What a call may raise when it runs.
+    """The errors that a call may raise at run time.
 
     Attributes:
-        classes: of the errors.
-        heeds_finally: whether a ``finally`` that raises the error again counts as code that catches it. One
-            stands around every forward of ``transformers``: only factorisations and assertions heed it.
+        classes: the classes of the errors.
+        heeds_finally: whether a ``finally`` that re-raises the error counts as code that catches it. Every
+            forward of ``transformers`` runs inside a ``finally``, so this is set only for factorisations and
+            assertions.
     """
 
     classes: tuple[type[Exception], ...]
@@ -164,12 +173,13 @@ OF_CHECKS = Errors((RuntimeError, AssertionError), heeds_finally=True)
 OF_VALUES = Errors((RuntimeError, IndexError, ValueError), heeds_finally=False)
 OF_THE_USER = Errors((Exception,), heeds_finally=False)
 
-#: arguments that hold numbers of elements or labels.
+#: Arguments that hold indices, counts or labels.
 _PLACES = frozenset({"index", "indices", "target", "targets", "offsets", "lengths", "repeats", "sorter"})
 
 
 def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Errors | None:
-    """What a call may raise when it runs, depending on the values of its tensors; None if nothing."""
+    """The errors that a call may raise at run time depending on the values of its tensors; None if there are
+    none."""
     if not is_operator_overload(operator):
         return None
     if operator.namespace not in OF_TORCH:
@@ -189,7 +199,7 @@ def errors_by_value(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _is_fraction(value: Any) -> bool:
-    """Whether it is a number or a tensor that is divided without an error."""
+    """True for a floating-point or complex number or tensor, whose division by zero raises no error."""
     is_tensor = isinstance(value, torch.Tensor)
     return value.is_floating_point() or value.is_complex() if is_tensor else isinstance(value, float)
 
@@ -199,7 +209,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a tensor of whole numbers whose kernel looks at them: on a GPU, no error is raised."""
+    """True for an integer tensor whose kernel checks its values. Kernels on a GPU raise no error for them."""
     if not isinstance(value, torch.Tensor) or value.device.type == "cuda":
         return False
     return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)

@@ -1,13 +1,13 @@
-"""In which order do the engine's capture walk and eager's execution visit the nodes of a live graph?
+"""The order in which the engine's capture walk, and eager, visit the nodes of a live graph.
 
-In: a `LiveGraph`, the autograd graph as it hangs from the roots of one backward, filled by
-``engine.request``. Out: two orders of its nodes' indices.
+In: a `LiveGraph`, the autograd graph below the roots of one backward, filled by ``engine.request``. Out: two
+orders of its nodes' indices.
 
 `engine_walk` is the last-in-first-out walk of ``_compiled_autograd_impl``
 (``torch/csrc/dynamo/python_compiled_autograd.cpp``). `eager_walk` is the ready queue of
 ``Engine::thread_main`` (``torch/csrc/autograd/engine.cpp``): a ``std::priority_queue`` by sequence number
-with AccumulateGrad on top. Nodes of equal priority (several AccumulateGrad) leave a binary heap in an
-order that depends on how it sifts: Python's ``heapq`` sifts as libstdc++ does.
+with AccumulateGrad on top. The order of nodes with equal priority (several AccumulateGrad) depends on how the
+binary heap sifts. Python's ``heapq`` sifts as libstdc++ does.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class LiveNode:
     """One autograd node.
 
     Attributes:
-        handle: the ``torch.autograd.graph.Node`` itself (keeps it alive and identical).
-        name: what ``handle.name()`` says.
-        sequence: its sequence number; AccumulateGrad has the largest there is.
-        edges: one entry per gradient it produces, None where nobody wants it.
+        handle: the ``torch.autograd.graph.Node`` itself. The reference keeps it alive, and its identity
+            unique.
+        name: the result of ``handle.name()``.
+        sequence: its sequence number; AccumulateGrad has the largest possible one.
+        edges: one entry per gradient it produces; None if that gradient goes nowhere.
     """
 
     handle: Any
@@ -50,7 +51,7 @@ class LiveGraph:
     Attributes:
         nodes: in order of discovery from the roots.
         roots: one edge per root of the backward.
-        wanted: indices of nodes that would be executed or captured; None when all of them are
+        wanted: indices of nodes that the engine would execute or capture; None for all of them
             (``.backward()`` without ``inputs=``).
     """
 
@@ -59,15 +60,15 @@ class LiveGraph:
     wanted: frozenset[int] | None
 
 
-#: stands for the GraphRoot node, which the capture walk always has and the live graph never.
+#: The GraphRoot node, which is in every capture walk and in no live graph.
 ROOT = -1
 
-#: the sequence number of AccumulateGrad.
+#: The sequence number of AccumulateGrad.
 ACCUMULATES = 2**64 - 1
 
 
 def engine_walk(live: LiveGraph) -> list[int]:
-    """Node indices by node-call index of the capture; element 0 is `ROOT`."""
+    """Node indices in the capture's order. Element 0 is `ROOT`."""
     ready = _Readiness(live)
     stack, order = [ROOT], []
     while stack:
@@ -78,7 +79,7 @@ def engine_walk(live: LiveGraph) -> list[int]:
 
 
 def eager_walk(live: LiveGraph) -> list[int]:
-    """Node indices in the order in which eager executes them; `ROOT` comes first."""
+    """Node indices in the order in which eager executes them. Element 0 is `ROOT`."""
     ready = _Readiness(live)
 
     def difference(one: int, other: int) -> int:
@@ -87,7 +88,7 @@ def eager_walk(live: LiveGraph) -> list[int]:
     def push(node: int) -> None:
         heapq.heappush(heap, entry(node))
 
-    # Entries compare by sequence number alone: where two are equal, the sift decides.
+    # Entries compare by sequence number only. The heap's sift decides between equal ones.
     order, heap, entry = [ROOT], list[Any](), functools.cmp_to_key(difference)
     ready.release(ROOT, push)
     while heap:
@@ -100,13 +101,16 @@ def eager_walk(live: LiveGraph) -> list[int]:
 def with_steps(
     live: LiveGraph, steps: Mapping[int, Sequence[Sequence[int]]]
 ) -> tuple[LiveGraph, dict[int, list[int]]]:
-    """Put a chain of nodes in place of one: a node for each step, which hands over what is ready after it.
+    """Replace a node by a chain of nodes, one for each step. Each passes on the gradients that are ready
+    after its step.
 
     Args:
-        live: the graph. steps: by node, the numbers of the edges that each of its steps serves.
+        live: the graph.
+        steps: for each node to replace, the numbers of the edges that each of its steps serves.
 
     Returns:
-        The graph with the chains, and the nodes of each chain. The first has the index of the node itself.
+        The graph with the chains, and the nodes of each chain. The first node of a chain has the index of the
+            node that it replaces.
     """
     nodes, wanted = list(live.nodes), set(live.wanted or ())
     chains: dict[int, list[int]] = {}
@@ -125,7 +129,7 @@ def with_steps(
 
 
 class _Readiness:
-    """Counts the gradients that each node still waits for."""
+    """Counts the gradients that each node is still waiting for."""
 
     def __init__(self, live: LiveGraph) -> None:
         self._live = live
@@ -136,7 +140,8 @@ class _Readiness:
                     self._waiting[edge.node] += 1
 
     def release(self, node: int, push: Callable[[int], None]) -> None:
-        """`node` has been executed: push what became ready and is wanted, in the order of its edges."""
+        """Record that `node` was executed, and push each wanted node that is now ready, in the order of its
+        edges."""
         wanted = self._live.wanted
         for edge in self._live.roots if node == ROOT else self._live.nodes[node].edges:
             if edge is None:
@@ -147,10 +152,10 @@ class _Readiness:
 
 
 def executed_nodes(live: LiveGraph, accumulates: bool) -> set[int]:
-    """Indices of the nodes that eager executes, without accumulations, which save nothing.
+    """Indices of the nodes that eager executes, without AccumulateGrad nodes, which save nothing.
 
-    ``autograd.grad`` only captures the gradients of its inputs; ``backward`` (`accumulates`) executes its
-    inputs' nodes too.
+    ``autograd.grad`` only captures the gradients of its inputs. ``backward`` (`accumulates`) also executes
+    the inputs' nodes.
     """
     wanted = frozenset(range(len(live.nodes))) if live.wanted is None else live.wanted
     if accumulates:

@@ -1,7 +1,8 @@
-"""Straight-line Python: what runs a graph, a plan or a chain of compiled parts, without an interpreter.
+"""Generate straight-line Python that runs a graph, a plan or a chain of compiled code, without an
+interpreter.
 
-In: values (FX nodes, or anything that names one), calls and constants. Out: a function. It stands in no
-module and no cache of source lines, so it is freed with its last user.
+In: values (FX nodes, or hashable values that name one), calls and constants. Out: a function. No module and
+no cache of source lines refers to it, so it is freed with its last user.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from typing import Any
 
 from torch import fx
 
-#: takes a list of inputs, which it may empty.
+#: A function that takes a list of inputs, which it may clear.
 Boxed = Callable[[list[Any]], Sequence[Any]]
-#: types whose values are written as they are.
+#: Types whose values are written as literals.
 _LITERALS = frozenset({int, bool, type(None)})
 
 
 class Emitter:
-    """A function under way.
+    """Builds the text of one function.
 
     Attributes:
-        lines: the text. names: what it refers to. local: the variable of each value.
+        lines: the text.
+        names: the values that the text refers to, by name.
+        local: the variable of each value.
     """
 
     def __init__(self, head: str) -> None:
@@ -34,40 +37,40 @@ class Emitter:
         self._indent = 1
 
     def line(self, text: str) -> None:
-        """Add a line."""
+        """Append a line."""
         self.lines.append("    " * self._indent + text)
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Lines that stand below `head`."""
+        """Inside, lines are indented under `head`."""
         self.line(head)
         self._indent += 1
         yield
         self._indent -= 1
 
     def name(self, value: Hashable) -> str:
-        """The local variable of a value."""
+        """The local variable for a value."""
         if value not in self.local:
             self.local[value] = f"v{len(self.local)}"
         return self.local[value]
 
     def refer(self, prefix: str, value: Any) -> str:
-        """A name for something that is not made here."""
+        """Add a name for a value from outside the function."""
         name = f"{prefix}_{len(self.names)}"
         self.names[name] = value
         return name
 
     def listed(self, values: Iterable[Hashable]) -> str:
-        """The variables of `values` as a list."""
+        """The variables of `values`, as the text of a list."""
         return f"[{', '.join(map(self.name, values))}]"
 
     def unpack(self, values: Iterable[Hashable], source: str) -> None:
-        """Bind `values` to what is in `source`."""
+        """Unpack `source` into the variables of `values`."""
         targets = "".join(f"{self.name(value)}, " for value in values)
         self.line(f"{targets}= {source}" if targets else source)
 
     def let_go(self, values: Iterable[Hashable]) -> None:
-        """Delete the variables of `values`, if they have any, in the order in which they were made."""
+        """Delete the variables of `values`, if they exist, in the order in which they were named."""
         names = sorted(
             (self.local[value] for value in values if value in self.local), key=lambda v: int(v[1:])
         )
@@ -75,7 +78,7 @@ class Emitter:
             self.line(f"del {', '.join(names)}")
 
     def expression(self, argument: Any) -> str:
-        """An argument of an FX node, with local variables for its nodes."""
+        """The text of an FX node's argument. Nodes become local variables."""
         if isinstance(argument, fx.Node):
             return self.name(argument)
         if isinstance(argument, list):
@@ -91,7 +94,7 @@ class Emitter:
         return repr(argument) if type(argument) in _LITERALS else self.refer("c", argument)
 
     def function(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Compile the text."""
         scope = dict(self.names)
         name = self._head.split("(", 1)[0]
         exec(compile("\n".join(self.lines), f"<retrograd {name}>", "exec"), scope)
@@ -100,7 +103,7 @@ class Emitter:
 
 
 def last_uses(reads: Iterable[tuple[int, Iterable[Hashable]]]) -> dict[int, list[Any]]:
-    """By place, the values that are read there last; `reads` come in order."""
+    """For each place, the values whose last read is there. `reads` come in order."""
     last: dict[Any, int] = {}
     for place, values in reads:
         last.update(dict.fromkeys(values, place))
@@ -113,13 +116,13 @@ def last_uses(reads: Iterable[tuple[int, Iterable[Hashable]]]) -> dict[int, list
 def boxed_calls(
     inputs: Sequence[fx.Node], calls: Sequence[fx.Node], results: Any, root: object = None
 ) -> Boxed:
-    """A function of a list of inputs, which it empties: it makes `calls` in order and returns `results`.
+    """Generate a function that makes `calls` in order and returns `results`. It clears its list of inputs.
 
     Args:
         inputs: nodes whose values are in the list.
-        calls: nodes. Others must not read what they make, but for `results`.
+        calls: nodes. Apart from `results`, nothing else may read their values.
         results: an FX argument.
-        root: has the constants that ``get_attr`` nodes name.
+        root: holds the constants that ``get_attr`` nodes name.
     """
     emit = Emitter("run(args)")
     returned: list[fx.Node] = []
@@ -140,8 +143,10 @@ def emit_calls(
     root: object = None,
     instead: Callable[[fx.Node], str | None] = lambda node: None,
 ) -> None:
-    """Lines that make `calls` in order, and delete each of `let_go` after the last that reads it; `instead`
-    may give another text for a call."""
+    """Emit lines that make `calls` in order, and delete each of `let_go` after the last call that reads it.
+
+    `instead` may return another text for a call.
+    """
     gone = set(let_go)
     reads = ((i, (node, *node.all_input_nodes)) for i, node in enumerate(calls))
     dying = last_uses((i, [value for value in values if value in gone]) for i, values in reads)

@@ -1,12 +1,11 @@
-"""FX graphs: how nodes are written, copied and run, and what an operator does besides returning a value.
+"""FX graphs: create, copy and run nodes, and classify what an operator does besides returning a value.
 
-In: graphs, calls and nodes. Out: whether a call has an effect or draws random numbers (what is unknown counts
-as having an effect); nodes, without what
-``torch.fx.Graph.create_node`` does for graphs that are not our own, but with the same name in the same place;
-modules whose Python code is written when it is first asked for, because that takes as long as tracing. Left
-out of ``create_node`` are the search of the arguments for symbolic numbers and the callbacks of a module that
-owns the graph: a deep model's backward has tens of thousands of nodes, and these graphs have neither. Source:
-``torch/fx/graph.py``.
+In: graphs, calls and nodes. Out: whether a call has an effect (unknown calls do) or draws random numbers; new
+nodes; modules whose Python code is generated on first use, because that takes as long as tracing.
+
+Our node creation skips parts of ``torch.fx.Graph.create_node``: it does not search the arguments for symbolic
+numbers, and does not call back into an owning module. A deep model's backward has tens of thousands of nodes,
+and these graphs have neither. Names and order of the nodes are the same. Source: ``torch/fx/graph.py``.
 """
 
 from __future__ import annotations
@@ -36,28 +35,29 @@ from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph, Summary
 
 _PURE_MODULES = frozenset({"_operator", "math"})
-#: functions of symbolic numbers.
+#: Functions of symbolic numbers.
 SYMBOLIC = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("sym_"))
 _WAIT = "_c10d_functional::wait_tensor"
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-#: namespaces of torch's operators.
+#: Namespaces of torch's operators.
 OF_TORCH = frozenset({"aten", "prim", "prims", "rngprims", "inductor", "quantized", *_COLLECTIVES})
 DEPENDS_ON_DATA = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether the target is an operator with a schema, such as ``aten.add.Tensor``."""
+    """True if the target is an operator with a schema, such as ``aten.add.Tensor``."""
     return isinstance(target, torch._ops.OpOverload)
 
 
-#: of a forward call of a joint graph: which of eager's saved tensors it makes (`aot.droppable`).
+#: ``meta`` key of a forward call of a joint graph: which of eager's saved tensors it computes
+#: (`aot.droppable`).
 SAVED_FOR = "saved_for"
-#: of a node of a joint graph: the regions for which eager saves its value, or one that shows the same memory.
+#: ``meta`` key of a node of a joint graph: the regions for which eager saves its value or an alias of it.
 KEPT_FOR = "kept_for"
 
 
 def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
-    """Have everybody read `equal`, which gives the same value as `node`."""
+    """Replace all uses of `node` by `equal`, which has the same value."""
     node.replace_all_uses_with(equal)
     for key in (SAVED_FOR, KEPT_FOR):
         if meta_notes := node.meta.get(key):
@@ -65,19 +65,22 @@ def replace_by_equal(node: fx.Node, equal: fx.Node) -> None:
 
 
 def schema_of(target: Any) -> Any:
-    """The schema of an operator with one: its ``arguments`` and ``returns``, each with its ``alias_info``."""
+    """The operator's schema: its ``arguments`` and ``returns``, each with its ``alias_info``."""
     return target._schema
 
 
 def filled_in_place(operator: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What `operator`, which fills its argument in place, writes into a tensor laid out like `value`: in what
-    order numbers are drawn depends on how the tensor lies in memory."""
+    """Run `operator`, which fills its argument in place, on a new tensor laid out like `value`.
+
+    The order in which numbers are drawn depends on the tensor's strides.
+    """
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return operator(made, *args, **kwargs)
 
 
 def fill_in_place(graph: fx.Graph) -> None:
-    """Have the calls that were made in place draw their numbers so again; changes `graph`."""
+    """Make the calls that were traced from in-place fills draw their numbers in the same order; changes
+    `graph`."""
     for node in graph.nodes:
         if (operator := node.meta.get("fills_by")) is None:
             continue
@@ -91,10 +94,10 @@ def fill_in_place(graph: fx.Graph) -> None:
 
 
 def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Replace a call that draws random numbers by one that also keeps the generator's state.
+    """Replace a random call by one that also saves the generator's state.
 
     Returns:
-        The state, what the call gives (which is read in place of `node`), and a call that gives it again.
+        The state, the value that replaces `node`, and a call that draws the same value again.
     """
     draw: tuple[Any, ...] = (node.target, *node.args)
     with graph.inserting_before(node):
@@ -112,12 +115,12 @@ def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.
 
 
 def redraws(graph: fx.Graph) -> bool:
-    """Whether numbers are drawn in it from a state that was kept."""
+    """True if the graph draws random numbers from a saved generator state."""
     return any(node.target is run_with_rng_state for node in graph.nodes)
 
 
 def _fake_state(node: fx.Node) -> torch.Tensor:
-    """A fake of the state of the generator that a call draws from."""
+    """A fake of the state of the generator from which a call draws."""
     value = node.meta["val"]
     while isinstance(value, (tuple, list)):
         value = value[0]
@@ -129,29 +132,31 @@ def _fake_state(node: fx.Node) -> torch.Tensor:
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether the target is an operator that takes graphs or operators."""
+    """True if the target is an operator that takes graphs or operators."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Whether the schema says that the call writes to an argument."""
+    """True if the operator's schema declares a write to an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_write_to_input(node: fx.Node) -> bool:
-    """Whether the call does nothing but write elements into an input of the graph."""
+    """True if the call only writes elements into an input of the graph."""
     return node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """The places of the inputs that `is_write_to_input` calls of `graph` write to."""
+    """Positions of the inputs to which `is_write_to_input` calls of `graph` write."""
     targets = {node.args[0] for node in graph.nodes if is_write_to_input(node)}
     return frozenset(i for i, node in enumerate(graph.find_nodes(op="placeholder")) if node in targets)
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the call, or one in a graph given to it, draws random numbers. Attention without dropout does
-    not, though its operator may."""
+    """True if the call, or one in a graph passed to it, draws random numbers.
+
+    Attention without dropout does not, although its operator is tagged as random.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return any(is_random(inner) for inner in _inner_nodes(node))
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -161,28 +166,29 @@ def is_random(node: fx.Node) -> bool:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What a call of an operator is given, by the names of its schema; without defaults."""
+    """The arguments of an operator call by the names of its schema, without defaults."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call itself, not one in a graph given to it, draws random numbers."""
+    """True if the call itself, not one in a graph passed to it, draws random numbers."""
     return is_operator_overload(node.target) and is_random(node)
 
 
 def only_draws(node: fx.Node) -> bool:
-    """Whether that is all that can be seen of a call besides its value; some keep the generator's state."""
+    """True if drawing random numbers, or also saving the generator's state, is the call's only effect."""
     return draws_random_numbers(node) or node.target is run_and_save_rng_state
 
 
 def random_devices(graph: fx.Graph) -> tuple[torch.device, ...]:
-    """The devices of whose generators calls in `graph` draw."""
+    """The devices from whose generators calls in `graph` draw."""
     return tuple({_device(node.meta["val"]): None for node in filter(only_draws, graph.nodes)})
 
 
 def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
-    """`gm`, which does not change any more; with other example inputs, if they are given."""
+    """`gm`, which must not change any more, as a `LazyGraph`. `inputs` replace its example inputs if
+    given."""
 
     def summarise(gm: fx.GraphModule) -> Summary:
         found = _summary_of(gm)
@@ -215,9 +221,9 @@ def _device(value: Any) -> torch.device:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether leaving the call out, making it twice or moving it could be seen by other means than its value.
+    """True if removing, duplicating or moving the call could be observed other than through its value.
 
-    Drawing random numbers is such an effect: it moves the generator.
+    Drawing random numbers is such an effect: it advances the generator.
     """
     target = node.target
     if node.op != "call_function":
@@ -243,7 +249,7 @@ def _has_effect_in_higher_order(node: fx.Node, target: Any) -> bool:
 
 
 def _inner_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes of the graphs that the call is given."""
+    """The nodes of the graphs passed to the call."""
     owner = node.graph.owning_module
     names = [str(value.target) for value in node.all_input_nodes if value.op == "get_attr"]
     if owner is None or not is_higher_order(node.target):
@@ -253,13 +259,17 @@ def _inner_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether the call does: given a copy with other strides, it reads other elements."""
+    """True if the call depends on its argument's strides: given a copy with other strides, it reads other
+    elements."""
     return "as_strided" in str(getattr(node.target, "__name__", ""))
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether the sizes of what the call gives, or numbers among it, are not known before it runs. Torch tags
-    an operator so if that can be: indexing by a mask gives an unknown size, by numbers a known one."""
+    """True if the call returns sizes or numbers that are unknown before it runs.
+
+    Torch tags an operator if that is possible: indexing by a mask has an unknown size, indexing by integers a
+    known one.
+    """
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload) or DEPENDS_ON_DATA.isdisjoint(target.tags):
         return False
@@ -267,21 +277,21 @@ def depends_on_data(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the call starts communication that a ``wait_tensor`` ends."""
+    """True if the call starts communication that a ``wait_tensor`` completes."""
     target = node.target
     known = isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVES
     return known and not is_wait(node)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the call waits for communication."""
+    """True if the call waits for communication."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.name == _WAIT
 
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Compute on real tensors here, without history, whatever modes are active around us."""
+    """Inside, compute on real tensors without autograd, whatever modes are active."""
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         yield
 
@@ -297,34 +307,35 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def copied_module(
     gm: fx.GraphModule, module: Callable[[nn.Module, fx.Graph, str], fx.GraphModule] = fx.GraphModule
 ) -> fx.GraphModule:
-    """A copy of `gm`, made by `module`; tensors and submodules are shared, ``meta`` dictionaries are not."""
+    """A copy of `gm`, made by `module`. Tensors and submodules are shared, ``meta`` dictionaries are
+    copied."""
     copy = module(gm, copied(gm.graph), "joint")
     copy.meta = dict(gm.meta)
     return copy
 
 
 def boxed(gm: fx.GraphModule) -> Boxed:
-    """A function that runs the graph of `gm`, as it is now."""
+    """A function that runs the current graph of `gm`."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     *calls, output = [node for node in gm.graph.nodes if node.op != "placeholder"]
     return boxed_calls(inputs, calls, output.args[0], gm)
 
 
 def lazily() -> AbstractContextManager[None]:
-    """Inside, torch's own functions make such modules."""
+    """Inside, torch's own functions make modules whose code is generated on first use."""
     context: AbstractContextManager[None] = _use_lazy_graph_module(True)
     return context
 
 
 def lazy_graph_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A module of `graph`, with the constants of `root`."""
+    """A module for `graph` with the constants of `root`. Its code is generated on first use."""
     with lazily():
         return _make_graph_module(root, graph, name)
 
 
 _NO_KWARGS: Any = immutable_dict()
 
-#: what ``Graph._target_to_str`` makes of a function's name.
+#: Cache: the result of ``Graph._target_to_str`` by a function's name.
 _bases: dict[str, str] = {}
 
 
@@ -335,7 +346,7 @@ def add_call(
     kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> fx.Node:
-    """Add a call of `target`; its node is called `name`, by default after the target."""
+    """Add a call of `target`. The node is called `name`, or named after the target."""
     if name is None:
         own = target.__name__
         name = _bases.get(own)
@@ -350,7 +361,7 @@ def add_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> fx.Node:
-    """Add a copy of `node`, which may be of another graph, with a ``meta`` dictionary of its own."""
+    """Add a copy of `node`, which may be from another graph. The ``meta`` dictionary is copied."""
     args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of) if node.kwargs else _NO_KWARGS
     name, used = node.name, graph._graph_namespace._used_names
@@ -363,7 +374,7 @@ def add_copy(graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any])
 
 
 def _unused(graph: fx.Graph, candidate: str) -> str:
-    """A name like `candidate` that no node of the graph has."""
+    """A name like `candidate` that is unused in the graph."""
     return graph._graph_namespace.create_name(candidate, None)
 
 
@@ -377,8 +388,11 @@ def _add(graph: Any, op: str, target: Any, args: Any, kwargs: Any, name: str) ->
 
 
 def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
-    """`run`, whose results have the strides of `fakes`, where these are static: a code generator may pad a
-    matrix product and give a slice of it. The first call shows with which results it does so."""
+    """Wrap `run` so that its results have the strides of `fakes`, where these are static.
+
+    A code generator may pad a matrix product and return a slice of it. The first call shows which results
+    need a copy.
+    """
     places: list[int] | None = None
 
     def run_with_strides(args: list[Any]) -> Sequence[Any]:
@@ -397,7 +411,7 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
 
 
 def with_strides_of(run: Boxed, results: Sequence[Any]) -> Boxed:
-    """`run`, whose results have the strides of `results`."""
+    """Wrap `run` so that its results have the strides of `results`."""
 
     def form(result: Any) -> torch.Tensor | None:
         if type(result) is not torch.Tensor:
@@ -408,7 +422,7 @@ def with_strides_of(run: Boxed, results: Sequence[Any]) -> Boxed:
 
 
 def is_symbolic(fake: torch.Tensor) -> bool:
-    """Whether a size or a stride is symbolic."""
+    """True if a size or a stride is symbolic."""
     return bool(fake._has_symbolic_sizes_strides)
 
 

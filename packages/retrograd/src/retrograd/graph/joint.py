@@ -1,12 +1,12 @@
-"""The joint graph of a function: (primals, cotangents) -> (outputs, gradients); its laws, and its text.
+"""The joint graph of a function, (primals, cotangents) -> (outputs, gradients): its laws and its text form.
 
-In: made by ``aot.capture``; changed by passes. Out: read by ``aot.partition`` and ``aot.export``; a
-`VerificationError` that names the stage, the node, its role and the passes so far, if a law is broken.
+In: ``aot.capture`` makes it, and passes change it. Out: ``aot.partition`` and ``aot.export`` read it. If a
+law is broken, a `VerificationError` names the stage, the node, its role and the passes so far.
 
-Eager's autograd graph of a function is divided into *regions*, so that what a user can see of it stays: a
-border runs through every *boundary*, which is a differentiable output of the function, or a tensor inside it
-where the graphs of two outputs meet. A region takes the cotangents of its roots and gives gradients for its
-destinations: primals, or boundaries further down. A function with one output has one region.
+We divide eager's autograd graph of a function into *regions*, to preserve what a user can observe of it. The
+regions meet at *boundaries*. A boundary is a differentiable output of the function, or a tensor inside it at
+which the graphs of two outputs meet. A region takes the cotangents of its roots and computes gradients for
+its destinations: primals, or boundaries closer to the inputs. A function with one output has one region.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from retrograd.graph.reach import bits_reaching
 
 
 class PrimalKind(enum.Enum):
-    """Where a primal comes from."""
+    """The origin of a primal."""
 
     ARGUMENT = "argument"
     PARAMETER = "parameter"
@@ -34,10 +34,10 @@ class PrimalKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Primal:
-    """An input: its number among the primals, and a name for people (``args[0]``, ``layer.weight``).
+    """An input: its number among the primals, and a readable name (``args[0]``, ``layer.weight``).
 
-    A wrapper subclass has several placeholders, its inner tensors: `part` numbers them. So it is with the
-    other roles.
+    A wrapper subclass has several placeholders, one per inner tensor, numbered by `part`. The same holds for
+    the other roles.
     """
 
     index: int
@@ -51,7 +51,7 @@ class Primal:
 
 @dataclass(frozen=True)
 class Cotangent:
-    """What flows backward into a boundary."""
+    """The cotangent of a boundary."""
 
     boundary: int
     part: int = 0
@@ -61,24 +61,23 @@ class Cotangent:
 
 
 def primal_name(number: int, part: int = 0, parts: int = 1) -> str:
-    """The name of a primal's placeholder, which is one of its `parts`.
+    """The name of a primal's placeholder. `part` numbers it among the `parts` of a wrapper subclass.
 
-    By names Inductor knows what outlives a graph (``is_nonfreeable_buffers``). Of other inputs it believes
-    that their memory is free once they are read. It would cast all parameters first, while the device has
-    nothing else to do, and hold all of the casts at a time.
+    Inductor decides by name which inputs outlive a graph (``is_nonfreeable_buffers``). It assumes that the
+    memory of other inputs is free after their last read. Without these names it would cast all parameters
+    first, while the device has nothing else to do, and hold all casts at once.
     """
     return f"primals_{number}_{part}" if parts > 1 else f"primals_{number}"
 
 
 def cotangent_name(boundary: int, part: int = 0, parts: int = 1) -> str:
-    """The name of a cotangent's placeholder, for the same reason, and because torch's partitioners know it by
-    that."""
+    """The name of a cotangent's placeholder. Inductor and torch's partitioners recognise cotangents by it."""
     return f"tangents_{boundary}_{part}" if parts > 1 else f"tangents_{boundary}"
 
 
 @dataclass(frozen=True)
 class Output:
-    """A value that the forward half computes: its number among those."""
+    """A value that the forward computes: its number among those values."""
 
     index: int
     part: int = 0
@@ -89,10 +88,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a gradient goes: a primal, or (if `is_boundary`) a boundary further down.
+    """Where a gradient goes: a primal, or (if `is_boundary`) a boundary closer to the inputs.
 
-    Where several regions contribute to one gradient, each hands over its contributions one by one, numbered,
-    so that the engine adds them up in eager's order.
+    If several regions contribute to one gradient, each passes on its contributions one by one, numbered, so
+    that the engine adds them in eager's order.
     """
 
     index: int
@@ -105,7 +104,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one region adds to the gradient of one destination."""
+    """The contribution of one region to the gradient of one destination."""
 
     region: int
     of: Destination
@@ -124,8 +123,8 @@ class Boundary:
     """A tensor at which regions meet.
 
     Attributes:
-        value: the forward value that it belongs to (`Output.index`). One that the user does not see has a
-            stand-in of its shape without elements.
+        value: its forward value (`Output.index`). A boundary that the user does not see has a stand-in
+            instead, with its shape but without elements.
         is_visible: whether the user sees it.
     """
 
@@ -138,9 +137,12 @@ class Region:
     """A part of eager's autograd graph that runs as one node.
 
     Attributes:
-        has_functions: whether there is a Function in it: it makes gradients of an undefined one.
-        undefined_matters: whether a cotangent that is undefined is not the same as zeros.
-        saves: whether eager saves tensors for it: once these are freed, a backward is an error.
+        roots: the boundaries whose cotangents it takes.
+        destinations: where its gradients go.
+        has_functions: whether it contains a custom ``autograd.Function``, which computes gradients even from
+            an undefined cotangent.
+        undefined_matters: whether an undefined cotangent has another effect than zeros.
+        saves: whether eager saves tensors for it. Once they are freed, a backward raises.
     """
 
     roots: tuple[int, ...]
@@ -152,8 +154,10 @@ class Region:
 
 @dataclass(frozen=True)
 class BackwardStep:
-    """One step of a whole backward, in eager's order: a region runs, or (if `is_leaf`) the gradient of a
-    primal is complete and handed on to it."""
+    """One step of a full backward, in eager's order.
+
+    A region runs, or (if `is_leaf`) the gradient of a primal is complete and the primal receives it.
+    """
 
     index: int
     is_leaf: bool = False
@@ -161,13 +165,13 @@ class BackwardStep:
 
 @dataclass(frozen=True)
 class JointSignature:
-    """What every placeholder and every output of a joint graph means.
+    """The meaning of every placeholder and every output of a joint graph.
 
     Attributes:
         inputs: one role per placeholder, primals first.
-        outputs: one role per output: `Output` first, then `Gradient`, region by region.
-        boundaries, regions: eager's structure.
-        order: the steps of a backward that takes all cotangents, as eager would order them.
+        outputs: one role per output: first each `Output`, then each `Gradient`, region by region.
+        boundaries, regions: how eager's autograd graph is divided.
+        order: the steps of a backward that takes all cotangents, in eager's order.
     """
 
     inputs: tuple[InputRole, ...]
@@ -183,15 +187,15 @@ class JointSignature:
 
     @property
     def forward_count(self) -> int:
-        """How many outputs belong to the forward."""
+        """How many outputs the forward computes."""
         return sum(not isinstance(role, Gradient) for role in self.outputs)
 
 
 def cotangents_reaching(graph: fx.Graph, signature: JointSignature) -> Mapping[fx.Node, int]:
-    """For each node, the boundaries whose cotangents it depends on; 0 for a node of the forward.
+    """For each node, the boundaries on whose cotangents it depends, as bits; 0 for a node of the forward.
 
     Raises:
-        ValueError: the number of placeholders is not that of the signature's inputs.
+        ValueError: the graph and the signature have different numbers of inputs.
     """
     roles = zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
     return bits_reaching(
@@ -208,20 +212,22 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns: nodes, and constants such as None."""
+    """The graph's outputs: nodes, and constants such as None."""
     (values,) = graph.output_node().args
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 
 def output_examples(graph: fx.Graph) -> list[Any]:
-    """The example values of what the graph returns; None where it has none."""
+    """The example values of the graph's outputs; None for an output without one."""
     values = output_values(graph)
     return [value.meta.get("val") if isinstance(value, fx.Node) else None for value in values]
 
 
 def output_kinds(graph: fx.Graph) -> tuple[str | None, ...]:
-    """What callers rely on of each output: its dtype and sizes, as text, so that symbolic ones get no guard;
-    None where the graph's metadata knows no tensor."""
+    """Dtype and sizes of each output, on which callers rely; None if the metadata holds no tensor.
+
+    They are texts, so that symbolic sizes get no guard.
+    """
     return tuple(map(_kind, output_values(graph)))
 
 
@@ -241,9 +247,9 @@ def verify_joint(
 ) -> None:
     """Check the laws of a joint graph.
 
-    The graph is well formed; it has one placeholder per input role and one output per output role; no output
-    of the forward depends on a cotangent, and no gradient on one that is not a root of its region; nothing is
-    changed in place but primals, by ``copy_`` at the end; outputs have the dtype and sizes that they had.
+    The graph is well formed. It has one placeholder per input role and one output per output role. No output
+    of the forward depends on a cotangent, and a gradient depends only on cotangents of its region's roots.
+    Nothing is mutated except primals, by ``copy_`` at the end. Outputs keep their dtype and sizes.
 
     Raises:
         VerificationError: a law is broken.
@@ -274,7 +280,7 @@ class _Broken(NamedTuple):
 def _broken_laws(
     gm: fx.GraphModule, signature: JointSignature, kinds: Sequence[str | None] | None
 ) -> Iterator[_Broken]:
-    """The laws that `gm` breaks; each is checked only if those before it hold."""
+    """The laws that `gm` breaks. A law is checked only if all laws before it hold."""
     graph, last = gm.graph, next(iter(reversed(gm.graph.nodes)), None)
     try:
         graph.lint()
@@ -330,11 +336,12 @@ def _source(node: Any) -> str:
     return "  ".join(lines[-2:])
 
 
-# as text
+# Text form
 
 
 def rendered(graph: fx.Graph, signature: JointSignature, sources: bool) -> str:
-    """The text; `sources` puts the user's line before the first call that comes from it."""
+    """The text of the graph. `sources` adds the line of user code before the first call that comes from
+    it."""
     lines = ["def joint("]
     placeholders = graph.find_nodes(op="placeholder")
     lines += [

@@ -1,7 +1,8 @@
-"""A function on its way through the stages: `CaptureState`, `JointValues`, `Partition`. All are frozen.
+"""The values that the stages of `retrograd.aot` exchange: `CaptureState`, `JointValues`, `Partition`.
 
-In: made by ``aot.create_state``, ``aot.capture`` and ``aot.partition``. Out: each is read by the stages that
-follow. A state can be captured twice, and much later; a joint graph can be partitioned several times.
+All are frozen. In: ``aot.create_state``, ``aot.capture`` and ``aot.partition`` make them. Out: the later
+stages read them. A state can be captured twice, and much later; a joint graph can be partitioned several
+times.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Leaf:
     """One flat input.
 
     Attributes:
-        name: ``args[0]``, ``layer.weight``.
-        kind: what it is to the user; None for a constant, which the capture relies on.
+        name: a readable name (``args[0]``, ``layer.weight``).
+        kind: argument, parameter, buffer or size; None for a constant, whose value the capture relies on.
         value: a fake tensor (or a wrapper subclass of fakes), a symbolic integer, or the constant itself.
-        requires_grad, is_leaf: of the tensor that was given.
-        same_as: an earlier leaf that is the very same tensor; else None.
+        requires_grad, is_leaf: as for the real tensor.
+        same_as: an earlier leaf that is the same tensor object; None if there is none.
     """
 
     name: str
@@ -39,13 +40,13 @@ class Leaf:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor, given here for the first time."""
+        """Whether it is a tensor, and not the same object as an earlier leaf."""
         return isinstance(self.value, torch.Tensor) and self.same_as is None
 
 
 @dataclass(frozen=True)
 class MemberView:
-    """Where a leaf lies in the base of its group; sizes and strides in elements."""
+    """The position of a leaf within the base of its group. Sizes, strides and offset count elements."""
 
     leaf: int
     size: tuple[int, ...]
@@ -59,9 +60,8 @@ class AliasGroup:
     """Leaves that share memory.
 
     Attributes:
-        members: where each lies in the base.
-        base: the tensor of which all are views, as a leaf of its own; None if there is none that autograd
-            knows.
+        members: the position of each leaf within the base.
+        base: the tensor of which all are views, as a separate leaf; None if autograd knows no such tensor.
     """
 
     members: tuple[MemberView, ...]
@@ -73,15 +73,15 @@ class CaptureState:
     """A function and its inputs, ready to be captured.
 
     Attributes:
-        name: of the function, for messages.
-        call: the function of its flat inputs; returns what the user's function returns.
+        name: the function's name, for messages.
+        call: takes the flat inputs and returns what the user's function returns.
         leaves: the flat inputs: parameters and buffers first, then arguments.
         aliases: groups of leaves that share memory.
-        thread_modes: the thread's modes under which it is called.
-        fake_mode: of the fake values; its shape environment gets the guards.
-        decompositions: applied while tracing.
-        free: makes a fake of a real tensor that the function uses without being given it.
-        in_spec: the pytree of ``(args, kwargs)``, whose leaves are the last of `leaves`; None if not known.
+        thread_modes: the thread modes under which the function is called.
+        fake_mode: the mode of the fake values. Its shape environment collects the guards.
+        decompositions: applied during tracing.
+        free: makes a fake of a real tensor that the function reaches without receiving it as an argument.
+        in_spec: the pytree of ``(args, kwargs)``, whose leaves are the last of `leaves`; None if unknown.
     """
 
     name: str
@@ -96,7 +96,7 @@ class CaptureState:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether some sizes are symbolic."""
+        """Whether any size is symbolic."""
         kinds = (torch.SymInt, torch.SymFloat)
         numbers = [
             number
@@ -107,13 +107,16 @@ class CaptureState:
 
     @property
     def uses_python_forms(self) -> bool:
-        """Whether it is traced with torch's Python forms of operators: symbolic sizes need them, and a code
-        generator is given what stock gives it, such as a dropout in one piece."""
+        """Whether to trace with torch's Python implementations of operators.
+
+        Symbolic sizes need them. A code generator gets them too, to receive the graphs that stock torch gives
+        it: a dropout as one operator, for example.
+        """
         return self.is_symbolic or bool(self.decompositions)
 
     @property
     def tensors(self) -> list[int]:
-        """Positions of the tensors among the leaves, each given once."""
+        """Positions of the tensors among the leaves, each tensor once."""
         return [i for i, leaf in enumerate(self.leaves) if leaf.is_tensor]
 
 
@@ -130,26 +133,24 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class SizeValue:
-    """A size that differs from call to call: the number of a `ForwardValue`."""
+    """A size that differs from call to call: the number of the `ForwardValue` that holds it."""
 
     value: int
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """How a tensor looks at the memory of its base; sizes and strides in elements, some of them `SizeValue`.
+    """How a tensor views its base. Sizes, strides and offset count elements; some of them are a `SizeValue`.
 
     Attributes:
-        size, stride: of the view, if it is not made by `replay`.
-        offset: relative to that of the base.
-        differentiable: whether autograd sees through it; if not, it is one of the base's detached form.
-        origin: what torch says about a view of which in-place changes are refused (``CreationMeta``); None if
-            it is none.
-        replay: makes the view of a base as the function made it; None to go by sizes and strides.
-        numbers: with which `replay` makes it, in the order in which it asks for them; none if they are always
-            the same.
-        is_new_leaf: whether it requires grad though its base does not.
-        is_detached: whether autograd does not call it a view, as what ``detach`` gives.
+        size, stride: of the view; unused if `replay` makes it.
+        offset: relative to the offset of the base.
+        differentiable: whether autograd sees through the view; if not, it is a view of the detached base.
+        origin: why torch refuses in-place changes of the view (``CreationMeta``); None if it allows them.
+        replay: makes the view of a base as the function made it; None to use sizes and strides.
+        numbers: the numbers that `replay` asks for, in that order; empty if they are always the same.
+        is_new_leaf: whether it requires grad although its base does not.
+        is_detached: whether autograd does not treat it as a view, like the result of ``detach``.
     """
 
     size: tuple[int | SizeValue, ...] = ()
@@ -165,29 +166,31 @@ class View:
 
 @dataclass(frozen=True)
 class ConstantOutput:
-    """An output that is no tensor."""
+    """An output that is not a tensor."""
 
     value: Any = field(compare=False)
 
 
 @dataclass(frozen=True)
 class ComputedOutput:
-    """An output that the graph computes: the number of a `ForwardValue`."""
+    """An output that the graph computes: the number of its `ForwardValue`."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class SizeOutput:
-    """An output that is the ``torch.Size`` of something."""
+    """An output that is a ``torch.Size``."""
 
     sizes: tuple[int | SizeValue, ...]
 
 
 @dataclass(frozen=True)
 class SameAs:
-    """An output that is the very tensor of a source: a leaf of the state by number, or after them those that
-    the function found."""
+    """An output that is the same tensor object as a source.
+
+    Sources are numbered: first the leaves of the state, then the tensors that the function reached by itself.
+    """
 
     source: int
 
@@ -197,8 +200,11 @@ class AliasOf:
     """An output that shares memory with a source (`SameAs.source`) or with a value of the graph.
 
     Attributes:
-        made: the number of the value that it is, if it has a place in the order of the regions; others may be
-            reached by way of it.
+        view: how it views that memory.
+        source: the number of the source; None if it views a value.
+        value: the number of the value; None if it views a source.
+        made: the number of the `ForwardValue` of the output itself, if that has a place in the order of the
+            regions. Other aliases may be derived from it.
     """
 
     view: View
@@ -212,14 +218,15 @@ OutputPlan = ConstantOutput | ComputedOutput | SizeOutput | SameAs | AliasOf
 
 @dataclass(frozen=True, eq=False)
 class ForwardValue:
-    """A value that the forward half computes.
+    """A value that the forward computes.
 
     Attributes:
-        wrapping: how a wrapper subclass is built of the graph's outputs (a
-        ``runtime.subclass.SubclassSpec``). boundary: where its cotangent goes in; None if it is not
-        differentiable. is_visible: whether the user gets it; else it stands for a hidden boundary.
-        requires_grad: whether it is a new leaf that requires grad. version: how often eager would have
-        changed it in place, as its version counter says.
+        wrapping: how to build a wrapper subclass from the graph's outputs (a
+            ``runtime.subclass.SubclassSpec``).
+        boundary: the boundary that takes its cotangent; None if it is not differentiable.
+        is_visible: whether the user receives it. Otherwise it is the stand-in for a hidden boundary.
+        requires_grad: whether it is a new leaf that requires grad.
+        version: the version counter that it would have in eager.
     """
 
     wrapping: Any
@@ -232,16 +239,16 @@ class ForwardValue:
 @dataclass(frozen=True, eq=False)
 class PrimalValue:
     """An input of the graph: a leaf of the state, the base of an alias group, or a tensor that the function
-    found.
+    reached by itself.
 
     Attributes:
-        name: for people.
-        wrapping: how it is taken apart.
+        name: a readable name.
+        wrapping: how to flatten a wrapper subclass.
         differentiable: whether it gets a gradient.
-        is_leaf: whether the gradient goes to its ``.grad``, rather than on through its history.
-        leaf: position among the state's leaves; None for others.
-        group: the alias group whose base it is; None for others.
-        found: the tensor itself, if the function found it (in a closure, a global, an attribute).
+        is_leaf: whether the gradient goes to its ``.grad`` rather than on through its history.
+        leaf: position among the state's leaves; None for other inputs.
+        group: the alias group whose base it is; None for other inputs.
+        found: the tensor itself, if the function reached it through a closure, a global or an attribute.
         fake: example value.
     """
 
@@ -257,15 +264,15 @@ class PrimalValue:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a call does to a primal in place.
+    """An in-place change of a primal.
 
     Attributes:
-        primal: which one, by its number among the primals.
-        value: number of the `ForwardValue` with the new elements; None if only its shape changes, or that of
-            a view of it.
-        view: the shape it has afterwards; None if that stays.
-        unseen: whether autograd does not see the change.
-        version: how often eager changes it in place, as its version counter says.
+        primal: its number among the primals.
+        value: number of the `ForwardValue` with the new elements; None if only the shape of the primal or of
+            a view of it changes.
+        view: its shape afterwards; None if that does not change.
+        unseen: whether the change is hidden from autograd.
+        version: by how much eager advances its version counter.
     """
 
     primal: int
@@ -276,36 +283,37 @@ class Update:
 
     @property
     def uncounted(self) -> int:
-        """How many changes of eager's are missing in the version counter after this one."""
+        """By how much the version counter is behind eager's after we make this update."""
         return self.version - (self.value is not None) - (self.view is not None)
 
 
-#: an alias of an input has the same memory, a copy may be changed.
+#: What the function receives for an input. An alias shares the input's memory; a copy may be mutated.
 EnteredAs = Literal["itself", "alias", "copy"]
 
 
 @dataclass(frozen=True, eq=False)
 class JointValues:
-    """All that was found out by capturing.
+    """The result of a capture.
 
     Attributes:
         state: what was captured.
         gm: the joint graph; ``gm.meta["signature"]`` is `signature`.
-        signature: what its placeholders and outputs mean.
-        primals: by number, what `Primal.index` in the signature refers to.
-        values: by number, what `Output.index` refers to.
-        updates: changes in place, to be made after the call.
+        signature: the meaning of its placeholders and outputs.
+        primals: indexed by `Primal.index` in the signature.
+        values: indexed by `Output.index` in the signature.
+        updates: in-place changes to make after the call.
         outputs: one plan per flat output of the function.
         out_spec: the pytree of the outputs.
-        gradients: how the gradient of each destination of each region is built; absent where it is undefined.
-        by_dtype: leaves whose dtype decides what gradient they get: one of another dtype was cast, or several
-            were added. A leaf may ask for another dtype than its own.
-        shared: leaves whose gradient lies in memory that the backward reads elsewhere, or gives to others.
-        entered_as: what the function was given in place of inputs that require grad and are no leaves.
-        options: of the capture.
-        offsets_matter: whether the function reads where its inputs begin in their memory.
-        reenters: whether it has reentrant checkpoints. Their gradients are part of the graph here; eager
-            makes them by another backward, which some requests forbid, and others do not reach.
+        gradients: how to build the gradient of each destination of each region; no entry if it is undefined.
+        by_dtype: leaves whose gradient was cast from another dtype, or summed, so that it would differ if the
+            leaf asked for a ``grad_dtype`` other than its own dtype.
+        shared: leaves whose gradient shares memory with a value that the backward reads or with another
+            gradient.
+        entered_as: what the function received in place of inputs that require grad and are not leaves.
+        options: the options of the capture.
+        offsets_matter: whether the function reads the storage offsets of its inputs.
+        reenters: whether it has reentrant checkpoints. Here their gradients are part of the graph. Eager
+            computes them in a nested backward, which some requests forbid and others do not reach.
     """
 
     state: CaptureState
@@ -326,12 +334,12 @@ class JointValues:
 
     @property
     def found(self) -> list[Any]:
-        """The tensors that the function found by itself."""
+        """The tensors that the function reached by itself."""
         return [primal.found for primal in self.primals if primal.found is not None]
 
 
 class SavedKind(enum.Enum):
-    """Where a saved value comes from when the forward has run."""
+    """The origin of a saved value."""
 
     PRIMAL = "primal"
     OUTPUT = "output"
@@ -340,15 +348,16 @@ class SavedKind(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A value that the forward keeps for the backward.
+    """A value that is saved for the backward.
 
     Attributes:
         name: of its node in the joint graph.
-        kind: `PRIMAL`: the placeholder number `place`; `OUTPUT`: the forward output number `place`;
-            `INTERMEDIATE`: an additional output of the forward graph, also numbered `place`.
+        kind: where it is found after the forward.
+        place: for `PRIMAL`, the number of the placeholder; for `OUTPUT` and `INTERMEDIATE`, of the output of
+            the forward graph. An intermediate is an additional output.
         value: fake tensor, or symbolic number.
-        by_eager: whether eager keeps it too, so that it must not change in between.
-        is_view: whether its memory is that of an input, an output, or another saved value.
+        by_eager: whether eager saves it too, so that the user must not modify it before the backward.
+        is_view: whether it shares memory with an input, an output or another saved value.
     """
 
     name: str
@@ -360,16 +369,16 @@ class Saved:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is no tensor."""
+        """Whether it is a number rather than a tensor."""
         return not isinstance(self.value, torch.Tensor)
 
     @property
     def bytes(self) -> int:
-        """Memory that lives only because it is saved; sizes that are symbolic count as at capture."""
+        """Memory that lives only because of the save. Symbolic sizes count with their values at capture."""
         if self.is_number or self.is_view or self.kind is not SavedKind.INTERMEDIATE:
             return 0
         count = self.value.numel()
-        if isinstance(count, torch.SymInt):  # not asked for its value, which would make it a constant
+        if isinstance(count, torch.SymInt):  # the hint, because ``int(count)`` would specialise it
             count = count.node.hint or 0
         return int(count) * self.value.element_size()
 
@@ -379,11 +388,11 @@ class RegionBackward:
     """The backward of one region.
 
     Attributes:
-        graph: takes the saved values, then the cotangents of the region's roots; gives its gradients, in the
+        graph: takes the saved values, then the cotangents of the region's roots; returns its gradients in the
             order of the signature.
-        saved: which of the partition's saved values it takes.
-        checked: primals and outputs that eager keeps for it and that are not saved as they are: like eager,
-            the backward refuses to run if they have changed.
+        saved: positions of its saved values among the partition's.
+        checked: primals and outputs that eager saves for the region and we do not. Like eager, the backward
+            raises if one of them was modified.
     """
 
     graph: LazyGraph
@@ -392,23 +401,23 @@ class RegionBackward:
 
     @property
     def gm(self) -> fx.GraphModule:
-        """The graph itself."""
+        """The graph, read if necessary."""
         return self.graph.gm
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Forward and backward of a joint graph.
+    """Forward and backward graphs of a joint graph.
 
     Attributes:
-        joint: what was divided.
-        ahead: takes the primals; gives the forward outputs of the signature, then the saved intermediates,
-            each in memory of its own where that matters.
-        saved: what is kept.
+        joint: the joint graph that was divided.
+        ahead: takes the primals; returns the forward outputs of the signature, then the saved intermediates,
+            each in separate memory where that matters.
+        saved: the saved values.
         backwards: one per region.
-        overwritten: primals that the forward writes, and whose elements before that no gradient depends on.
-        written_ahead: primals that `ahead` writes by itself; it gives None in place of their new values.
-        released: primals that a call need not hold to be run again.
+        overwritten: primals that the forward writes, and on whose earlier elements no gradient depends.
+        written_ahead: primals that `ahead` itself writes. It returns None in place of their new values.
+        released: primals that we need not hold to re-run a call.
     """
 
     joint: JointValues
@@ -421,16 +430,15 @@ class Partition:
 
     @property
     def forward(self) -> fx.GraphModule:
-        """The forward graph itself."""
+        """The forward graph, read if necessary."""
         return self.ahead.gm
 
     @property
     def graphs(self) -> list[LazyGraph]:
-        """That of the forward, then those of the regions."""
+        """The forward graph, then those of the regions."""
         return [self.ahead, *(backward.graph for backward in self.backwards)]
 
     @property
     def saved_bytes(self) -> int:
-        """Activation memory in bytes: what lives between forward and backward and belongs to neither inputs
-        nor outputs."""
+        """Activation memory in bytes: saved between forward and backward, without inputs and outputs."""
         return sum(saved.bytes for saved in self.saved)

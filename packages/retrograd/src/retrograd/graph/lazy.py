@@ -1,7 +1,7 @@
-"""A graph that may not have been read yet, and what is known of it without its calls.
+"""A graph that is read only on demand, and a summary of it that is available before.
 
-In: a function that gives the graph. Out: a `LazyGraph`. What every process needs is in its summary. So a
-process that finds compiled code on disk need not read the graph that it was made of.
+In: a function that reads the graph. Out: a `LazyGraph`. The summary holds what every process needs, so a
+process that finds the compiled code on disk does not read the graph.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from retrograd.process import cached_property
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """What is asked of a graph besides its calls.
+    """What we need to know of a graph besides its calls.
 
     Attributes:
-        names, inputs: of its placeholders, with their example values.
-        results: example values of what it returns; None for what has none.
-        calls: how many it makes.
+        names: of the placeholders.
+        inputs: example values of the placeholders.
+        results: example values of the outputs; None for an output without one.
+        calls: the number of calls.
         targets: the names of the operators that it calls.
-        random_devices: of which it uses the generators.
-        has_effects: whether a call can be seen by other means than its value.
-        has_effects_beside_random: the same, besides drawing random numbers and checks that only raise.
+        random_devices: the devices whose generators it uses.
+        has_effects: whether a call has an effect besides its value.
+        has_effects_besides_random: the same, not counting random numbers and checks that only raise.
     """
 
     names: tuple[str, ...]
@@ -40,16 +41,16 @@ class Summary:
 
 
 class LazyGraph:
-    """A graph.
+    """A graph, read on demand.
 
     Args:
-        read: gives it.
-        summarise: gives its summary.
+        read: returns the graph.
+        summarise: returns its summary.
 
     Attributes:
-        division: the parts in which it will be compiled, if they are known already.
-        begun: of each graph of `division`, the answer of another process that was asked to compile it.
-        known_as: its name on disk, which says all about it and `division`; None if it has none.
+        division: the subgraphs that will be compiled separately; None if not decided yet.
+        begun: for each graph of `division`, the pending answer of the process that compiles it.
+        known_as: its name on disk, which identifies the graph and `division`; None if it has none.
     """
 
     known_as: str | None = None
@@ -68,12 +69,12 @@ class LazyGraph:
 
     @cached_property
     def summary(self) -> Summary:
-        """What is known of it."""
+        """The summary of the graph."""
         return self._summarise(self.gm)
 
 
 class KnownGraph(LazyGraph):
-    """A graph of which all that code needs is known before it is read."""
+    """A graph whose summary and division are known before it is read."""
 
     def __init__(self, read: Callable[[], fx.GraphModule], summary: Summary, division: Any) -> None:
         self._read, self.summary, self.division = read, summary, division

@@ -1,11 +1,13 @@
-"""What can be reached in a graph of any kind, and from where.
+"""Reachability in graphs of any kind.
 
-In: where to begin, and what follows each thing. Out: all that is reached, in order of discovery.
+`reached`: In: where to begin, and the successors of each thing. Out: all reachable things, in order of
+discovery.
 
-In: things in order, and what is directly above each. Out: for each thing, the topmost ones that it comes
-from.
+`origins`: In: things in order, and the direct predecessors of each. Out: for each thing, its topmost
+ancestors.
 
-In: an FX graph, and a number of one bit for some nodes. Out: for each node the bits of all that lead to it.
+`bits_reaching`: In: an FX graph, and bits for some nodes. Out: for each node, the bits of all nodes on which
+it depends.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Thing = TypeVar("Thing", bound=Hashable)
 
 
 def reached(start: Iterable[Thing], following: Callable[[Thing], Iterable[Thing]]) -> dict[Thing, None]:
-    """`start` and all that follows from it, nearest first."""
+    """`start` and everything reachable from it, nearest first."""
     found = dict.fromkeys(start)
     waiting = list(found)
     for thing in waiting:  # grows while it is read
@@ -33,8 +35,7 @@ def reached(start: Iterable[Thing], following: Callable[[Thing], Iterable[Thing]
 def origins(
     things: Iterable[Thing], above: Callable[[Thing], Iterable[Thing]]
 ) -> dict[Thing, frozenset[Thing]]:
-    """For each of `things`, which come in order, where it comes from in the end; from itself, if nothing is
-    above it."""
+    """For each of `things`, which come in order, its topmost ancestors; itself if it has none."""
     found: dict[Thing, frozenset[Thing]] = {}
     for thing in things:
         sources = (found.get(other, frozenset((other,))) for other in above(thing))
@@ -43,7 +44,7 @@ def origins(
 
 
 def bits_reaching(graph: fx.Graph, bits: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each node, its own `bits` and those of all that it depends on."""
+    """For each node, its own `bits` and those of all nodes on which it depends."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         found[node] = bits.get(node, 0)

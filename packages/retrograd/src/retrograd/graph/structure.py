@@ -1,11 +1,11 @@
-"""Values that can be compared: arguments that are not tensors, and captured calls.
+"""Keys that compare values: non-tensor arguments, and captured calls.
 
-In: a leaf of the arguments. Out: something hashable, equal for two leaves that a capture cannot tell apart:
-by value where possible, else by identity.
+In: a leaf of the arguments. Out: a hashable key, equal for two leaves that a capture cannot distinguish: by
+value if possible, otherwise by identity.
 
-In: FX nodes of captured calls. Out: hashable structures, and the first difference between two backwards in
-words. The engine's cache key contains numbers that are no tensors (an exponent, a slope, a smoothing), so a
-program in which one changes is captured anew at each step.
+In: FX nodes of captured calls. Out: hashable structures, and a description of the first difference between
+two backwards. The engine's cache key contains plain numbers (an exponent, a slope, a smoothing), so a program
+in which such a number changes is captured anew in every step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.fx.node import map_aggregate
 
 from retrograd.graph.backward_graph import BackwardGraph, call_name
 
-#: types whose values are compared, rather than their identities.
+#: Types that are compared by value rather than by identity.
 PLAIN_VALUES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice}
 )
 
-#: for these, ``==`` says that 0.0 is -0.0, and that nan is not nan.
+#: Types for which ``==`` treats 0.0 and -0.0 as equal, and nan as unequal to itself.
 _FLOATING = (float, complex)
 
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """An object, equal only to itself. It is kept alive, so that no other object gets its identity."""
+    """An object, equal only to itself. We hold a reference, so that no other object gets its identity."""
 
     value: Any
 
@@ -43,7 +43,7 @@ class _Same:
 
 
 def constant_key(value: Any) -> Hashable:
-    """Equal for two values that are the same to a program that only reads them."""
+    """A key that is equal for two values that a program which only reads them cannot distinguish."""
     kind = type(value)
     if kind in _FLOATING:
         return kind, repr(value)
@@ -57,8 +57,11 @@ def constant_key(value: Any) -> Hashable:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to a program that only reads them: of the same types all the way down
-    (2, 2.0 and True are three values), tensors the very same; other objects say so by ``==``."""
+    """True if a program that only reads the two values cannot distinguish them.
+
+    Types must match at every level (2, 2.0 and True differ). Tensors must be the same object. Other objects
+    are compared by ``==``.
+    """
     if one is other or type(one) is not type(other) or isinstance(one, torch.Tensor):
         return one is other
     if isinstance(one, (tuple, list)):
@@ -72,18 +75,21 @@ def is_same(one: Any, other: Any) -> bool:
         return False
 
 
-#: what is written for a floating point or complex number, and for what only Python's ``==`` can compare.
+#: Placeholders for a floating-point or complex number, and for a value that only Python's ``==`` can compare.
 _NUMBER, _OTHER = b"number", b"other"
 
-#: types whose values have a text of their own. Bytes are not among them: they stand for what is left out.
+#: Types whose ``repr`` identifies the value. Bytes are excluded, because they serve as placeholders.
 _TEXTS = frozenset({int, bool, str, type(None)})
 
 
 def structure_of(
     nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Hashable | None:
-    """Equal for two runs of calls that compute the same from inputs in the same places; None if that cannot
-    be told. Numbers are texts in it, which tell 0.0 from -0.0, and in which nan equals itself."""
+    """A key that is equal for two runs of calls that compute the same from corresponding inputs; None if
+    unknown.
+
+    Numbers are texts in it, so that 0.0 and -0.0 differ, and nan equals itself.
+    """
     places = places_of((*inputs, *nodes))
     numbers: list[str] = []
     calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
@@ -92,15 +98,17 @@ def structure_of(
 
 
 def token_of(node: fx.Node, places: Mapping[fx.Node, bytes] | None = None) -> Hashable:
-    """Equal for two calls that compute the same of arguments with the same `places` (by default, wherever
-    they come from); the node itself for a call that cannot be compared."""
+    """A key that is equal for two calls that compute the same from arguments with the same `places`.
+
+    By default, places are ignored. For a call that cannot be compared, the key is the node itself.
+    """
     numbers: list[str] = []
     token = _target(node), written(node, _ANYWHERE if places is None else places, numbers), tuple(numbers)
     return token if _is_hashable(token) else node
 
 
 def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dict[fx.Node, tuple[str, ...]]]:
-    """The structure of a backward without its floating point numbers, and the numbers of each call."""
+    """The structure of a backward without its floating-point numbers, and the numbers of each call."""
     places = places_of(backward.graph.nodes)
     numbers: dict[fx.Node, tuple[str, ...]] = {}
     calls = []
@@ -112,7 +120,7 @@ def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dic
 
 
 def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
-    """In which call two backwards differ first, with the two values."""
+    """The first call in which two backwards differ, with the two values."""
     sides = [[node for node, _ in backward.calls()] for backward in (before, now)]
     places = [places_of(backward.graph.nodes) for backward in (before, now)]
     for number, (old, new) in enumerate(zip(*sides, strict=False)):
@@ -125,12 +133,12 @@ def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
 
 
 def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, bytes]:
-    """A short name for each node, which no other argument has when it is written down."""
+    """A short name for each node, distinct from the text of every other argument."""
     return {node: b"%d" % i for i, node in enumerate(nodes)}
 
 
 class _Anywhere(dict[fx.Node, bytes]):
-    """Takes no notice of where a value comes from."""
+    """Maps every node to the same name, so that the origin of a value is ignored."""
 
     def __missing__(self, node: fx.Node) -> bytes:
         return b"value"
@@ -140,13 +148,14 @@ _ANYWHERE = _Anywhere()
 
 
 def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) -> Hashable:
-    """The arguments of a call as a text, followed by those that cannot be told apart by one.
+    """The arguments of a call as a text, followed by those that a text does not identify.
 
-    A text is made and compared in C: every call of a backward is written down, and more than once.
+    Texts are made and compared in C, which matters: every call of a backward is written more than once.
 
     Args:
-        node: the call. places: what to write for a node.
-        numbers: is given the floating point numbers, which the text leaves out.
+        node: the call.
+        places: the name to write for a node.
+        numbers: receives the floating-point numbers, which the text leaves out.
     """
     others: list[Any] = []
 
@@ -167,12 +176,14 @@ def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) 
 
 
 def _target(node: fx.Node) -> Any:
-    """What a call calls, as a value: two targets with equal ``structure_key`` compute the same."""
+    """The call's target as a comparable value. Two targets with the same ``structure_key`` compute the
+    same."""
     return getattr(node.target, "structure_key", node.target)
 
 
 def _leaves(node: fx.Node, places: Mapping[fx.Node, bytes]) -> list[tuple[type, str]]:
-    """The arguments of a call that are no sequences: True is not 1, and nan equals itself."""
+    """The arguments of a call, flattened, each as its type and text: True differs from 1, and nan equals
+    itself."""
     found: list[tuple[type, str]] = []
 
     def leaf(value: Any) -> None:

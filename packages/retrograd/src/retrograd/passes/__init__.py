@@ -1,1 +1,1 @@
-"""Passes take a value of one kind and return one of the same kind. Each has a file, named for its effect."""
+"""Passes: each maps a value to another of the same kind. One pass per file, named for its effect."""

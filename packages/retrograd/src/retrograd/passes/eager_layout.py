@@ -1,10 +1,10 @@
-"""Put a captured backward into the order in which eager would execute it.
+"""Reorder a captured backward into the order in which eager would execute it.
 
 In: a `BackwardGraph` in the engine's order, and the position in eager's order of every node call and of every
 step of an inlined node. Out: the same calls, block by block in eager's order. Gradients that meet in one
-buffer are added in the order in which eager's nodes deliver them, each as soon as it is there.
+buffer are added in the order in which eager's nodes deliver them, each as soon as it is available.
 
-Law: every call that has an effect is there exactly once, and every value is defined before it is used.
+Law: every call with an effect occurs exactly once, and every value is defined before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from retrograd.errors import Reason, VerificationError
 from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, call_of
 from retrograd.graph.fx import add_call, add_copy
 
-#: a node call and a step in it.
+#: A node call and a step within it.
 Place = tuple[int, int]
 
 
@@ -40,7 +40,7 @@ def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -
 
 def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Graph:
     def place_of(node: Any) -> Place:
-        """The place that delivers a value. The gradients of the roots come from node call 0."""
+        """The place that delivers a value. Node call 0 delivers the gradients of the roots."""
         if node.op == "placeholder":
             return 0, 0
         call = call_of(node)
@@ -54,12 +54,12 @@ def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Grap
         return new[node]
 
     blocks: dict[Place, list[fx.Node]] = {}
-    #: by place, the sums that it contributes to, each with the gradient, in the order of its outputs
+    #: By place, the sums to which it contributes, each with the gradient, in the order of its outputs.
     contributions: dict[Place, list[tuple[fx.Node, Any]]] = {}
     for node, call in backward.calls():
         if call.kind is not CallKind.SUM:
             blocks.setdefault(place_of(node), []).append(node)
-        elif node.users:  # the recorder extends a sum by naming all its parts again: only the last sum counts
+        elif node.users:  # the recorder extends a sum by a new one with all terms: only the last has users
             for grad in node.args:
                 contributions.setdefault(place_of(grad), []).append((node, grad))
     for node, _ in backward.placeholders():
@@ -79,11 +79,11 @@ def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Grap
 
 
 def verify_layout(before: BackwardGraph, after: BackwardGraph) -> None:
-    """`after` makes the calls of `before` in another order.
+    """Check that `after` makes the calls of `before` in another order.
 
     Raises:
-        VerificationError: a call other than a sum is missing, there twice, or reads a value that is not
-            there yet.
+        VerificationError: a call other than a sum is missing or duplicated, or reads a value before it is
+            defined.
     """
     wanted, made = _calls(before), _calls(after)
     if wanted != made:

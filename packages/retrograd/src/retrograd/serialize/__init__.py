@@ -1,6 +1,7 @@
-"""Graphs, values and containers as plain data, and back.
+"""Serialise graphs, values and containers as plain data, and read them back.
 
-In: a graph module, what stands in it, and what describes it. Out: JSON values; of those, the same again.
+In: a graph module, the values in it, and the records that describe it. Out: JSON values, and from those the
+same objects again.
 """
 
 from retrograd.serialize.documents import Reader as Reader

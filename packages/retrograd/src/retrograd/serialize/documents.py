@@ -1,8 +1,8 @@
-"""Graphs of ATen calls, their example values, and all that describes them, as one document of plain data.
+"""Serialise graphs of ATen calls, their example values and their descriptions as one document of plain data.
 
-In: a `Writer`, and one after the other what is to be written. Out: a document of JSON values, and the tensors
-that were met; of those, by a `Reader`, the same again. What comes again, such as operators and example
-values, is written once, in the document's tables.
+In: a `Writer`, to which objects are passed one by one. Out: a document of JSON values, and the real tensors
+that the writer met. From both, a `Reader` makes the same objects again. Repeated items, such as operators and
+example values, are stored once, in the document's tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrograd.serialize.values import (
 )
 from retrograd.trace import fake_of_form, form_of
 
-#: what of ``meta`` is written.
+#: The ``meta`` entries that we write, and their types.
 _NOTES: dict[str, type] = {
     "ac_graph_id": int,
     "autograd_node": str,
@@ -47,10 +47,10 @@ class Writer:
     """Writes one document.
 
     Args:
-        takes_tensors: whether real tensors may be written; their elements are not in the document.
+        takes_tensors: whether real tensors may be written. The document does not contain their elements.
 
     Attributes:
-        tensors: those that were met. The document refers to them by their places here.
+        tensors: the real tensors so far. The document refers to them by position.
     """
 
     def __init__(self, takes_tensors: bool = False) -> None:
@@ -61,29 +61,30 @@ class Writer:
         self._memory: dict[int, int] = {}
 
     def document(self, body: Any) -> dict[str, Any]:
-        """All of it: `body`, which is made of what this has written, and the tables."""
+        """The full document: `body`, which is built of what this writer returned, and the tables."""
         return {"body": body, **self._rows}
 
     def write(self, value: Any) -> Any:
-        """A value: what stands in argument lists, a record, a container, a fake of static sizes.
+        """Write a value: an argument of a call, a record, a container, or a fake with static sizes.
 
         Raises:
-            Refusal: there is no way to write it.
+            Refusal: the value cannot be serialised.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         return {"node": value.name} if isinstance(value, fx.Node) else serialize_value(value, self.write)
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any] = (), is_inner: bool = False) -> dict[str, Any]:
-        """The nodes of `gm`, each as its kind, its name, what it calls, its arguments, what is noted with it,
-        and its example value; and what it holds.
+        """Write `gm`: its attributes and its nodes. A node is its kind, name, target, arguments, metadata and
+        example value.
 
         Args:
-            inputs: example values in place of those of the placeholders.
-            is_inner: whether another graph holds it; then example values are left out.
+            gm: the graph module.
+            inputs: example values that replace those of the placeholders.
+            is_inner: whether it is an attribute of another graph. Its example values are then omitted.
 
         Raises:
-            ExportError: something in it cannot be written.
+            ExportError: something in it cannot be serialised.
         """
         examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
         attributes: dict[str, Any] = {}
@@ -141,7 +142,7 @@ class Writer:
         return {"tensor": len(self.tensors) - 1}
 
     def _place(self, table: str, key: Hashable, write: Callable[[], Any]) -> int:
-        """The number of the row of this key, which `write` makes if it is new."""
+        """The row number for `key`. If the key is new, `write` makes the row."""
         places = self._places[table]
         if key not in places:
             self._rows[table].append(write())
@@ -153,14 +154,15 @@ class Reader:
     """Reads a document that a `Writer` wrote.
 
     Args:
-        mode: makes the fakes.
+        document: the document.
+        mode: the fake mode of the example values.
 
     Attributes:
-        body: of the document, as it stands there.
-        tensors: those of the writer; they are set from outside.
+        body: the document's body, not decoded.
+        tensors: the writer's tensors. The caller must set them.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError: it is no such document.
+        ValueError, KeyError, TypeError, IndexError: the document is malformed.
     """
 
     def __init__(self, document: Mapping[str, Any], mode: Any) -> None:
@@ -178,10 +180,10 @@ class Reader:
             self._examples.append(made)
 
     def read(self, written: Any) -> Any:
-        """What `Writer.write` wrote.
+        """Read what `Writer.write` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: it is nothing that was written so.
+            ValueError, KeyError, TypeError, IndexError: the data is malformed.
         """
         if type(written) is dict:
             if "node" in written:
@@ -193,10 +195,10 @@ class Reader:
         return read_value(written, self.read)
 
     def graph(self, written: Mapping[str, Any]) -> fx.GraphModule:
-        """What `Writer.graph` wrote.
+        """Read what `Writer.graph` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: it is nothing that was written so.
+            ValueError, KeyError, TypeError, IndexError: the data is malformed.
         """
         outer, self._nodes = self._nodes, {}
         root, graph, held = torch.nn.Module(), fx.Graph(), written["attributes"]
@@ -207,7 +209,7 @@ class Reader:
                 root.register_buffer(name, self.tensors[value["tensor"]])
         for kind, name, target, args, kwargs, notes, *example in written["nodes"]:
             read = tuple(map(self.read, args)), {key: self.read(value) for key, value in kwargs.items()}
-            if not all(map(str.isidentifier, (name, *kwargs))):  # code is written of them
+            if not all(map(str.isidentifier, (name, *kwargs))):  # they become part of generated code
                 raise ValueError(f"{name!r} is no name of a node, or an argument has none")
             if kind == "call_function":
                 called = self._operators[target]
@@ -225,7 +227,7 @@ class Reader:
             node.name = name
             node.meta.update(self._notes[notes])
             if kind == "call_function":
-                node.meta["original_aten"] = called  # by which Inductor names kernels
+                node.meta["original_aten"] = called  # Inductor names kernels by it
             if example:
                 (node.meta["val"],) = map(self.read, example)
         self._nodes = outer

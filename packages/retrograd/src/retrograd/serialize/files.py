@@ -1,7 +1,7 @@
-"""Pieces of bytes as one file, which tells whether it has changed since it was written.
+"""Pack pieces of bytes into one file that detects changes since it was written.
 
 In: a heading of plain data, and the pieces. Out: bytes: the heading as one line, with the sizes and a hash of
-the pieces; then these, one after the other. The hash is no signature: whoever writes a file can compute it.
+the pieces, then the pieces. The hash is not a signature: anyone who writes a file can compute it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def packed(heading: Mapping[str, Any], pieces: Sequence[bytes]) -> bytes:
-    """`pieces` behind `heading`, which does not name ``sizes`` and ``sha256``."""
+    """`heading`, then `pieces`. The heading must not contain ``sizes`` and ``sha256``."""
     body = b"".join(pieces)
     first = {**heading, "sizes": [*map(len, pieces)], "sha256": hashlib.sha256(body).hexdigest()}
     return json.dumps(first).encode() + b"\n" + body
 
 
 def heading_of(data: bytes) -> dict[str, Any]:
-    """The heading of what `packed` made.
+    """The heading of bytes that `packed` made.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is none.
     """
     found = json.loads(data.partition(b"\n")[0])
     if not isinstance(found, dict):
@@ -32,10 +32,10 @@ def heading_of(data: bytes) -> dict[str, Any]:
 
 
 def unpacked(data: bytes) -> list[bytes]:
-    """The pieces in what `packed` made.
+    """The pieces in bytes that `packed` made.
 
     Raises:
-        ValueError, KeyError, TypeError: it has changed since, or `packed` did not make it.
+        ValueError, KeyError, TypeError: the bytes have changed since, or `packed` did not make them.
     """
     heading, body = heading_of(data), data.partition(b"\n")[2]
     if hashlib.sha256(body).hexdigest() != heading["sha256"]:

@@ -1,9 +1,8 @@
-"""The values in a graph of ATen calls as plain data, and back.
+"""Serialise the values in a graph of ATen calls as plain data, and read them back.
 
-In: what stands in the argument lists of such a graph, the records that describe a joint graph, and containers
-of a fixed set. Out: JSON values; of those, the same again. Names from a file are looked up in fixed tables,
-and among the operators that are registered in this process. Nothing is imported, and nothing is called by
-such a name.
+In: arguments of such a graph's calls, the records that describe a joint graph, and certain containers. Out:
+JSON values, and from those the same objects again. Names from a file are looked up only in fixed tables and
+among the operators registered in this process. We import nothing and call nothing by such a name.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from retrograd.graph.fx import OF_TORCH, is_higher_order, is_operator_overload
 from retrograd.runtime.subclass import PLAIN
 from retrograd.trace import Form
 
-#: what is called without a schema; the rest of arithmetic is for symbolic sizes, which are not written.
+#: The only target without a schema that we write. Arithmetic on symbolic sizes is not written.
 _GETITEM = "operator.getitem"
-#: operators of higher order that refer to nothing outside of their graph but a generator.
+#: Higher-order operators that refer to nothing outside their graph except a generator.
 _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
-#: dataclasses whose fields can be written.
+#: The dataclasses that we can write.
 _RECORDS: dict[str, Any] = {"Form": Form} | {
     cls.__name__: cls
     for module in (joint, joint_graph, lazy)
@@ -42,13 +41,13 @@ _RECORDS: dict[str, Any] = {"Form": Form} | {
 }
 
 
-#: writes, or reads, a value that stands in another one.
+#: Writes, or reads, a nested value.
 Part = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How values of one type are written and read, where JSON has no form for them."""
+    """How values of one type are written and read, if JSON has no form for them."""
 
     type: Any
     write: Callable[[Any, Part], Any]
@@ -56,7 +55,7 @@ class _Form:
 
 
 def _plain(type: Any, write: Part, read: Part) -> _Form:
-    """For values in which there are no others."""
+    """For types whose values contain no other values."""
     return _Form(type, lambda value, _: write(value), lambda written, _: read(written))
 
 
@@ -69,7 +68,7 @@ def _sequence(type: type, make: Callable[[list[Any]], Any], parts: Callable[[Any
 
 
 def _mapping(type: type, make: Callable[[Any, str], Any], more: Part = lambda _: "") -> _Form:
-    """For dictionaries. `more` says what else there is to know of one, and `make` is given that."""
+    """For dictionaries. `more` returns additional state of one, which `make` receives."""
 
     def write_pairs(value: Any, write: Part) -> Any:
         return [more(value), [[write(key), write(one)] for key, one in value.items()]]
@@ -85,8 +84,11 @@ def _mapping(type: type, make: Callable[[Any, str], Any], more: Part = lambda _:
 
 
 def _attribute(type: type) -> _Form:
-    """For values that are attributes of ``torch``, whose attributes are not asked for by a name from a file:
-    of some names torch makes imports."""
+    """For values that are attributes of ``torch``.
+
+    We use a table instead of ``getattr`` with a name from a file, because torch imports modules for some
+    names.
+    """
     table = {
         str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, type)
     }
@@ -104,7 +106,7 @@ def _serialize_record(value: Any, write: Part) -> Any:
     return [name, {one.name: write(getattr(value, one.name)) for one in dataclasses.fields(value)}]
 
 
-#: what makes the missing values of a defaultdict.
+#: Default factories that a defaultdict may have.
 _FACTORIES: dict[str, Any] = {
     "None": None,
     **{cls.__name__: cls for cls in (list, dict, set, int, float, str)},
@@ -128,13 +130,13 @@ def _read_record(written: Any, read: Part) -> Any:
 
 
 def read_device(written: Any) -> torch.device:
-    """A device by its name."""
+    """The device with this name."""
     if type(written) is not str:
         raise ValueError(f"{written!r} is no device")
     return torch.device(written)
 
 
-#: by their names in files; the last two are for values whose type is not listed.
+#: Forms by their names in files. The last two are for values whose type is not listed.
 _FORMS: dict[str, _Form] = {
     "float": _plain(float, repr, float),
     "complex": _sequence(complex, lambda parts: complex(*parts), lambda value: [value.real, value.imag]),
@@ -162,10 +164,10 @@ _NAME_OF = {form.type: name for name, form in _FORMS.items()} | {set: "set", imm
 
 
 def serialize_value(value: Any, write: Part) -> Any:
-    """A value, as JSON; `write` writes what stands in it.
+    """Convert a value to JSON. `write` converts nested values.
 
     Raises:
-        Refusal: there is no way to write it.
+        Refusal: the value cannot be serialised.
     """
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
@@ -176,10 +178,10 @@ def serialize_value(value: Any, write: Part) -> Any:
 
 
 def read_value(written: Any, read: Part) -> Any:
-    """What `serialize_value` wrote; `read` reads what stands in it.
+    """Read what `serialize_value` wrote. `read` reads nested values.
 
     Raises:
-        ValueError, KeyError, TypeError: it is nothing that was written so.
+        ValueError, KeyError, TypeError: the data is malformed.
     """
     if written is None or isinstance(written, (bool, int, float, str)):
         return written
@@ -192,7 +194,7 @@ def read_value(written: Any, read: Part) -> Any:
 
 
 def serialize_operator(target: Any) -> str:
-    """The operator, as the text of its schema if it has one; else its name."""
+    """The text of the operator's schema; its name if it has none."""
     if is_operator_overload(target):
         _check_may_be_named(target)
         return _schema_text(target)
@@ -208,7 +210,7 @@ def serialize_operator(target: Any) -> str:
 
 
 def read_operator(written: str) -> Any:
-    """What `serialize_operator` wrote."""
+    """Read what `serialize_operator` wrote."""
     if written == _GETITEM:
         return operator.getitem
     if written in (*functions("self_contained"), *_DRAWING):
@@ -226,7 +228,8 @@ def read_operator(written: str) -> Any:
 
 
 def _check_may_be_named(found: Any) -> None:
-    """Of torch's operators one opens a file. Those of other libraries that take a text may do that too."""
+    """Refuse operators that may open a file: one of torch's, and other libraries' operators that take a
+    string."""
     takes_text = any(str(argument.type) in ("str", "Optional[str]") for argument in found._schema.arguments)
     if found._schema.name == "aten::from_file" or (takes_text and found.namespace not in OF_TORCH):
         raise Refusal(
@@ -236,5 +239,6 @@ def _check_may_be_named(found: Any) -> None:
 
 @functools.lru_cache(2048)
 def _schema_text(operator: Any) -> str:
-    """The text of its schema, which takes longer to make than the rest of a node to read."""
+    """The text of the operator's schema. It is cached, because making it takes longer than reading the rest
+    of a node."""
     return str(operator._schema)

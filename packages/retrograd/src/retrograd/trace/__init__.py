@@ -1,6 +1,7 @@
-"""The door to tracing: fake tensors, functionalisation, the tracer, symbolic sizes, and their guards.
+"""Tracing: fake tensors, functionalisation, the tracer, symbolic sizes and their guards.
 
-In: functions and the tensors they are called with. Out: ATen graphs, and what they assume.
+In: functions and the tensors they are called with. Out: ATen graphs, and the assumptions under which they are
+valid.
 """
 
 from retrograd.trace.activation_checkpoint import (

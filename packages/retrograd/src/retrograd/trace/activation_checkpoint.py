@@ -1,9 +1,9 @@
-"""Checkpoints inside a traced function, and in a graph that Dynamo made.
+"""Trace activation checkpoints, in a user's function and in a graph that Dynamo made.
 
-In: a trace; or a graph module and its inputs, so that what its nodes know goes on to what they are traced to.
-Out: a checkpoint runs its function once and marks what that computes to be computed again in the backward
-(``meta["recompute"]``), instead of hooking the tensors that it saves or differentiating a second run. The
-partition does the rest, with the same random numbers.
+In: a function under trace, or a graph module and its inputs. Out: a traced checkpoint runs its function once
+and marks the nodes for recomputation in the backward (``meta["recompute"]``). It installs no saved-tensor
+hooks and does not differentiate a second run. The partitioner then recomputes the marked nodes with the same
+random numbers. The metadata of a graph module's nodes is copied to the nodes traced from them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from retrograd.trace.graph_tracer import current_notes, draws_so_far, recorded
 
 @dataclass(eq=False)
 class Checkpoints:
-    """Those of the function that is traced.
+    """The checkpoints of the function under trace.
 
     Attributes:
-        given: what it was given; a checkpoint in it may change none of that.
-        reenter: whether one is reentrant, and differentiated.
-        groups: their numbers.
+        given: the function's inputs. A checkpoint must not mutate them.
+        reenter: whether a checkpoint is reentrant and runs with grad enabled.
+        groups: yields the number of each checkpoint.
     """
 
     given: Sequence[Any] = ()
@@ -56,14 +56,15 @@ _checkpoints: ContextVar[Checkpoints] = ContextVar("checkpoints")
 
 @contextmanager
 def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> Iterator[Checkpoints]:
-    """Checkpoints that run inside, on this thread, only mark.
+    """Inside, on this thread, checkpoints run their function once and only mark its nodes for recomputation.
 
     Args:
-        given: what the function can change that others see; more may be appended while it runs.
-        first: the run of the function. If it goes on eagerly, so do its checkpoints.
+        given: tensors whose mutation is visible outside the function. The caller may append to it during the
+            run.
+        first: the run of the function. Once it continues eagerly, its checkpoints run as in eager.
 
     Raises:
-        Refusal: a checkpoint changes one of these, which eager does again when it computes it once more.
+        Refusal: a checkpoint mutates one of these tensors. Eager repeats the mutation when it recomputes.
     """
     found = Checkpoints(given)
     token = _checkpoints.set(found)
@@ -98,15 +99,16 @@ def checkpoints_inlined(
     around: Callable[[Sequence[Any], bool], AbstractContextManager[None]] = lambda args, draws: nullcontext(),
     first: FirstRun | None = None,
 ) -> Iterator[None]:
-    """Reentrant checkpoints that run inside, on this thread, are part of the autograd graph around them.
+    """Inside, on this thread, a reentrant checkpoint becomes part of the surrounding autograd graph.
 
     Args:
-        around: a context for each, given its arguments and whether it draws the same numbers again.
+        around: makes a context for each checkpoint, from its arguments and whether it preserves the RNG
+            state.
         first: as in `checkpoints_marked`.
     """
 
     def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """In place of ``CheckpointFunction.apply``: gradients only if an argument requires grad."""
+        """Replaces ``CheckpointFunction.apply``. Grad is enabled only if an argument requires grad."""
         if first is not None and first.is_eager:
             return original(function, preserve_rng_state, *args)
         if first is not None:
@@ -120,8 +122,12 @@ def checkpoints_inlined(
 
 
 def draws_repeated() -> AbstractContextManager[None]:
-    """Inside, checkpoints in a graph of Dynamo's that runs as it is draw the same numbers again. Torch leaves
-    that to Inductor. Those that draw others are in no graph: `opaque_functions` breaks it there."""
+    """Inside, the recomputation of a checkpoint in a Dynamo graph draws the same random numbers as its
+    forward.
+
+    Torch leaves that to Inductor, but here the graph runs uncompiled. Checkpoints that do not preserve the
+    RNG state never get into a graph: `opaque_functions` breaks the graph there.
+    """
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         given, named = redrawing(args, kwargs)
@@ -132,11 +138,13 @@ def draws_repeated() -> AbstractContextManager[None]:
 
 @contextmanager
 def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
-    """Inside, a checkpoint runs. What it changes in place is changed again when eager computes it once more
-    for the backward, and other random numbers are drawn unless `repeats_draws`; a graph has one of each.
+    """Run one checkpoint, and refuse effects that happen once in a graph but twice in eager.
+
+    When eager recomputes a checkpoint, it repeats in-place mutations and, unless `repeats_draws`, draws other
+    random numbers.
 
     Raises:
-        Refusal: it changed its arguments, or what the traced function was given; or it drew.
+        Refusal: the checkpoint mutated its arguments or the traced function's inputs, or drew random numbers.
     """
     given = _checkpoints.get(Checkpoints()).given
     seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
@@ -150,7 +158,7 @@ def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
 
 
 class Marking(TorchDispatchMode):
-    """Writes into the calls that are traced inside what a checkpoint says about saving them."""
+    """Marks each call traced inside with the checkpoint's policy: save or recompute."""
 
     def __init__(
         self, contexts: Callable[[], tuple[Any, Any]] | None, otherwise: CheckpointPolicy, group: int
@@ -184,32 +192,33 @@ class Marking(TorchDispatchMode):
         policy = self._policy(policy_context(result), func, *args, **kwargs)
         if isinstance(policy, bool):
             policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-        if "recompute" not in current_notes():  # a mark that the graph had already
-            for node in made:  # of nested checkpoints, the innermost comes last
+        if "recompute" not in current_notes():  # the graph's own mark takes precedence
+            for node in made:  # the innermost checkpoint writes last and wins
                 if node.op == "call_function":
                     node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
         return result
 
 
-#: what functionalisation takes for no effect at all.
+#: Functionalisation does not see the effect of this operator.
 _RESIZE = torch.ops.inductor.resize_storage_bytes_
 _REFUSED = (_RESIZE, _RESIZE.default)
-#: the last of the calls to which Dynamo lowers an assignment to ``.data``; the call for reading it.
+#: Dynamo lowers an assignment to ``.data`` to several calls, the last of which is `_DATA_WRITTEN`, and a read
+#: to `_DATA_READ`.
 _DATA_WRITTEN, _DATA_READ = "_lower_version_count_by_1", "_get_data_attr"
-#: the number of a call in a block of calls that repeats itself.
+#: ``meta`` key: the number of a call within a repeated block.
 CALL_OF_BLOCK = "call_of_block"
-#: what calls of the trace are to know of the call that they come from.
+#: ``meta`` keys that we copy from a call to the nodes traced from it.
 HANDED_ON = (
     "stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CALL_OF_BLOCK,
 )  # fmt: skip
 
 
 def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = None) -> Any:
-    """Run `gm`, or another `graph` with what it holds. While it is traced, stack traces, module paths and
-    checkpoint policies go on to the trace.
+    """Run `gm`, or another `graph` with the attributes of `gm`.
 
-    A graph of Dynamo's enters and leaves transforms of ``torch.func`` by calls. None is left open if one
-    in between raises.
+    Under a trace, stack traces, module paths and checkpoint policies are copied to the traced nodes. A Dynamo
+    graph calls functions to enter and leave transforms of ``torch.func``. If a call in between raises, we
+    close the open ones.
     """
     if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
         with draws_repeated():
@@ -232,7 +241,7 @@ def _reenters(node: fx.Node) -> bool:
 class _Interpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, graph: fx.Graph | None = None) -> None:
         super().__init__(gm, graph=graph)
-        #: levels of forward-mode differentiation that are open.
+        #: Open levels of forward-mode differentiation.
         self.dual_levels: list[int] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -245,7 +254,7 @@ class _Interpreter(fx.Interpreter):
         if getattr(target, "__name__", "") == _DATA_WRITTEN:
             raise not_representable("it assigns to .data of a tensor")
         if getattr(target, "__name__", "") == _DATA_READ:
-            return args[0].data  # seen by those who watch for it
+            return args[0].data  # a plain access, which `ClosureTensors` intercepts
         if target is not tag_activation_checkpoint:
             result = super().call_function(target, args, kwargs)
             if getattr(target, "__name__", "") == "_enter_dual_level":
@@ -256,7 +265,7 @@ class _Interpreter(fx.Interpreter):
         body, *inputs = args
         contexts = body.meta.get("_checkpoint_context_fn")
         repeats_draws = kwargs.get("preserve_rng_state", True)
-        if kwargs.get("use_reentrant"):  # what it reads besides its arguments are arguments here
+        if kwargs.get("use_reentrant"):  # Dynamo has turned its closure into arguments
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
         groups = _checkpoints.get(Checkpoints()).groups
         marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(groups))

@@ -1,10 +1,10 @@
-"""Blocks of calls that a graph of Dynamo's repeats, as layers: traced once, and instantiated for each copy.
+"""Trace one block of a repeated sequence of calls, such as a layer, and instantiate it for the other copies.
 
-In: the joint graph of one copy, traced by itself: a `TracedBlock`. While the whole graph is traced, a
-`BlockCopy` is called in place of the calls of a copy. Out: the nodes that tracing these would have made, and
-one autograd node, which adds those of their backward when it is called.
+In: the joint graph of one copy, traced separately as a `TracedBlock`. While the full graph is traced, a
+`BlockCopy` is called in place of each copy's calls. Out: the nodes that tracing those calls would have made,
+and one autograd node that adds the backward's nodes when the engine calls it.
 
-A copy is traced as usual if it is given other things than the block that was traced.
+If the inputs of a copy differ from those of the traced block, the copy is traced as usual.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from retrograd.trace.fakes import Form, fake_of_form, form_of
 from retrograd.trace.functional import plain, to_functional
 from retrograd.trace.graph_tracer import GraphTracer, tracer_here
 
-#: entries of metadata that are of the place where a node is written.
+#: ``meta`` keys whose values differ from copy to copy.
 _OF_PLACE = {"val", "eager_input_vals", "region", "is_backward", "seq_nr", KEPT_FOR, *HANDED_ON}
 _OF_PLACE -= {CALL_OF_BLOCK}
 
 
 class OtherCotangent(Exception):
-    """A copy got a cotangent that is laid out otherwise than in the block that was traced: its `form`."""
+    """The cotangent of a copy has another layout than the traced block's. `form` is its layout."""
 
     def __init__(self, copy: BlockCopy, form: Form | None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class OtherCotangent(Exception):
 
 @dataclass(frozen=True)
 class BlockInput:
-    """What a block was given."""
+    """One input of a block."""
 
     form: Form | None
     requires_grad: bool
@@ -54,17 +54,20 @@ class BlockInput:
 
 @dataclass(frozen=True, eq=False)
 class TracedBlock:
-    """A block of calls, traced.
+    """A traced block of calls.
 
     Attributes:
-        graph: its joint graph: of the inputs, and the cotangent if one of the results has a gradient.
-        inputs: what it was given. modes: those of the thread.
-        outputs: nodes of the results. differentiable: which of them has a gradient; None if none has.
-        gradients: nodes of what is contributed to gradients of inputs, or None where that is undefined, in
-            the order in which it arrives; `contributed` has the inputs.
-        steps: by autograd node of eager's, which of these it contributes.
-        saves: whether eager saves tensors for it. has_functions: whether Functions are among its nodes.
-        undefined_matters: whether one of them tells an undefined gradient from zeros.
+        graph: the joint graph. It takes the inputs, then the cotangent if a result is differentiable.
+        inputs: what the block was traced with. modes: the thread's modes at that time.
+        outputs: nodes of the results. differentiable: position of the differentiable result; None if there is
+            none.
+        gradients: nodes of the contributions to the gradients of inputs, in the order in which they arrive;
+            None if undefined.
+        contributed: for each contribution, the position of its input.
+        steps: for each of eager's autograd nodes, the positions of its contributions.
+        saves: whether eager saves tensors for the block.
+        has_functions: whether a custom ``autograd.Function`` is among its nodes.
+        undefined_matters: whether one of its nodes treats an undefined gradient differently from zeros.
     """
 
     graph: fx.Graph
@@ -81,21 +84,21 @@ class TracedBlock:
 
     @property
     def given(self) -> list[fx.Node]:
-        """The placeholders of the inputs, and that of the cotangent."""
+        """The placeholders: of the inputs, then of the cotangent."""
         return list(self.graph.find_nodes(op="placeholder"))
 
     @property
     def cotangent(self) -> Form | None:
-        """The form of its cotangent."""
+        """The form of the cotangent."""
         return None if self.differentiable is None else form_of(self.given[-1].meta["val"])
 
     def calls(self, is_backward: bool) -> list[fx.Node]:
-        """The calls of one half."""
+        """The calls of the forward, or of the backward."""
         calls = (node for node in self.graph.nodes if node.op == "call_function")
         return [node for node in calls if node.meta.get("is_backward", False) == is_backward]
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether a copy is given what was traced."""
+        """True if `args` match the inputs with which the block was traced."""
         if not all(type(arg) is FunctionalTensor for arg in args):
             return False
         given = (BlockInput(form_of(plain(arg)), arg.requires_grad, arg.is_leaf) for arg in args)
@@ -103,10 +106,10 @@ class TracedBlock:
 
 
 def refuse_block(graph: fx.Graph) -> None:
-    """Check that what was traced of a block can be written for another copy.
+    """Check that a traced block can be instantiated for other copies.
 
     Raises:
-        Refusal: it has a node that is no call of an operator, or a value that stands for more than its form.
+        Refusal: a node is not an operator call, or a value is not fully described by its form.
     """
     given = Counter(storage_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
@@ -115,7 +118,7 @@ def refuse_block(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         made = value if isinstance(value, (tuple, list)) else (value,)
         is_operator = is_operator_overload(node.target) or node.target is operator.getitem
-        # The attention of a GPU gives numbers, too.
+        # Attention on a GPU also returns plain numbers.
         tensors = [one for one in made if one is not None and type(one) is not int]
         is_known = all(form_of(one) and given[storage_of(one)] < 2 for one in tensors)
         if node.op != "call_function" or not is_operator or not is_known:
@@ -126,8 +129,8 @@ class BlockCopy:
     """One copy of a block, called in place of its calls.
 
     Args:
-        block: what is written for it; None if it is traced as usual.
-        calls: its calls in Dynamo's graph.
+        block: the traced block to instantiate; None to trace this copy as usual.
+        calls: the copy's calls in Dynamo's graph.
         otherwise: runs the calls themselves.
     """
 
@@ -142,7 +145,7 @@ class BlockCopy:
         self.block, self.calls, self._otherwise = block, calls, otherwise
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        """Trace the copy: its outputs."""
+        """Instantiate the block, or trace the copy as usual. Returns its outputs."""
         block, tracer = self.block, tracer_here()
         if block is not None and tracer is not None and ThreadModes.now() == block.modes:
             with torch_functions_off():
@@ -153,23 +156,23 @@ class BlockCopy:
 
 
 class Instance:
-    """A copy that is written into the graph of a trace; first its forward, then its backward."""
+    """A traced block instantiated in the graph of a trace: the forward at once, the backward on demand."""
 
     def __init__(self, copy: BlockCopy, block: TracedBlock, tracer: GraphTracer, args: Sequence[Any]) -> None:
         self.copy, self.block, self._tracer = copy, block, tracer
-        #: by node of the block: the node that stands for it here, and of some the fake with which the trace
-        #: goes on; by storage of the block's values, the memory in which they lie here.
+        #: `nodes` maps each node of the block to its node in this graph; `_values` maps inputs, outputs and
+        #: gradients to their fakes; `_memory` maps storages of the block to storages in this graph.
         self.nodes, self._values = dict[fx.Node, fx.Node](), dict[fx.Node, Any]()
         self._memory: dict[int, torch.UntypedStorage] = {}
         fakes = [*map(plain, args)]
         self._mode = fakes[0].fake_mode
         for placeholder, fake in zip(block.given, fakes, strict=False):
             self._give(placeholder, fake)
-        with tracer.noting(stack_trace=""):  # that of the call takes its place
+        with tracer.noting(stack_trace=""):  # `_write` sets the stack trace of each call
             self._write(block.calls(is_backward=False))
 
     def outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The results, with their history; `args` are what the copy was given."""
+        """The results with their autograd history. `args` are the inputs of this copy."""
         made = [to_functional(self._values[node]) for node in self.block.outputs]
         if (place := self.block.differentiable) is not None:
             contributed = [args[number] for number in self.block.contributed]
@@ -177,7 +180,7 @@ class Instance:
         return tuple(made)
 
     def gradients(self, grad: torch.Tensor | None) -> list[Any]:
-        """The contributions."""
+        """The contributions to the gradients of the inputs."""
         block = self.block
         if grad is None:
             if block.has_functions:
@@ -191,7 +194,7 @@ class Instance:
         return [None if node is None else to_functional(self._values[node]) for node in block.gradients]
 
     def _give(self, placeholder: fx.Node, fake: FakeTensor) -> None:
-        """An input, or the cotangent."""
+        """Bind a placeholder of the block, for an input or the cotangent, to a value of this trace."""
         node = self._tracer.node_of(fake)
         assert node is not None
         self.nodes[placeholder], self._values[placeholder] = node, fake
@@ -217,7 +220,7 @@ class Instance:
             self.nodes[call] = node
 
     def _like(self, value: Any) -> Any:
-        """A value like one of the block's."""
+        """A fake with the same form as a value of the block."""
         if isinstance(value, (tuple, list)):
             return tuple(map(self._like, value))
         if (form := form_of(value)) is None:
@@ -228,13 +231,14 @@ class Instance:
 
 
 class RepeatedBlock(torch.autograd.Function):
-    """The autograd nodes of a copy, as one."""
+    """One autograd node in place of those of a copy."""
 
     @staticmethod
     def forward(
         ctx: Any, instance: Instance, seen: Sequence[torch.Tensor], *contributed: torch.Tensor
     ) -> Any:
-        """The first of the tensors that are `seen` outside, and that eager's nodes may have saved."""
+        """Returns the first tensor of `seen`. `seen` are tensors visible outside that eager's nodes may have
+        saved."""
         ctx.set_materialize_grads(False)
         ctx.instance = instance
         ctx.save_for_backward(*seen)
@@ -242,29 +246,33 @@ class RepeatedBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        """Write the backward. Raises: RuntimeError: one of those tensors was changed in place."""
+        """Instantiate the backward.
+
+        Raises:
+            RuntimeError: a saved tensor was modified in place.
+        """
         _ = ctx.saved_tensors
         return None, None, *ctx.instance.gradients(grad)
 
 
 def instance_of(node: Any) -> Instance | None:
-    """The instance of a block whose autograd nodes `node` stands for."""
+    """The instance that the autograd node `node` represents; None if `node` is another node."""
     if getattr(node, "_forward_cls", None) is not RepeatedBlock:
         return None
     found: Instance = node.instance
     return found
 
 
-# what calls of a graph switch
+# Thread state that calls of a graph switch
 
 _ENTERS, _EXITS = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _SETS_GRAD_MODE = torch._C._set_grad_enabled
-#: calls that give nothing, and after which others may do the same as before.
+#: Calls that return nothing and do not change what later calls do, apart from autocast and grad mode.
 _KNOWN = (_ENTERS, _EXITS, _SETS_GRAD_MODE, torch._C._log_api_usage_once, operator.setitem)
 
 
 def switched(calls: Sequence[fx.Node]) -> Iterator[int]:
-    """The places of the calls after which grad mode or autocast are not as before all calls."""
+    """Positions of the calls after which grad mode or autocast differ from their state before all calls."""
     depth, grad = 0, torch.is_grad_enabled()
     before = grad
     for i, node in enumerate(calls):
@@ -275,7 +283,7 @@ def switched(calls: Sequence[fx.Node]) -> Iterator[int]:
 
 
 def switches_more(node: fx.Node) -> bool:
-    """Whether the call switches what other calls depend on, besides autocast and grad mode."""
+    """True if the call switches thread state other than autocast and grad mode."""
     if "functorch" in (getattr(node.target, "__module__", "") or ""):
         return True
     return node.meta.get("example_value") is None and node.target not in _KNOWN

@@ -1,7 +1,7 @@
-"""Fake tensors of real ones, with static or symbolic sizes.
+"""Fake tensors for real ones, with static or symbolic sizes.
 
-In: real tensors and which of their dimensions may change. Out: fakes, all of one mode; the names of the
-symbols in their sizes, and where these can be read.
+In: real tensors, and which of their dimensions may change. Out: fakes of one fake mode; the names of the
+symbols in their sizes, and where each can be read.
 """
 
 from __future__ import annotations
@@ -29,27 +29,33 @@ from retrograd.runtime.tensor import inner_tensors, is_lazy
 
 
 def new_fake_mode(symbolic: bool) -> FakeTensorMode:
-    """A fake mode of our own; with a shape environment if sizes may be symbolic."""
+    """A new fake mode; with a shape environment if sizes may be symbolic."""
     return FakeTensorMode(shape_env=ShapeEnv() if symbolic else None, allow_non_fake_inputs=True)
 
 
 def read_anew(mode: Any) -> None:
-    """A number that is read of a fake from now on is another symbol: what is known of an earlier one, as by
-    ``torch._check`` in Dynamo's trace, would be taken for granted, and checked in no call."""
+    """Make each number read from a fake from now on a new symbol.
+
+    Otherwise a fact about an earlier symbol, such as a ``torch._check`` in Dynamo's trace, would be assumed
+    for the new number, and no call would check it.
+    """
     mode.epoch += 1
 
 
 def checks_known(mode: Any) -> dict[int, Any]:
-    """What a fake mode takes to hold of the numbers that were read, by identity."""
+    """The runtime assertions that a fake mode has recorded, by identity."""
     lists = () if mode.shape_env is None else mode.shape_env.deferred_runtime_asserts.values()
     return {id(check): check for checks in lists for check in checks}
 
 
 def refuse_lost_checks(mode: Any, before: Mapping[int, Any]) -> None:
-    """What user code has checked in Python since `before`, no graph checks. Operators check again themselves.
+    """Refuse a trace in which user code called ``torch._check`` since `before`: the graph would not contain
+    the check.
+
+    Checks that operators make are allowed, because the operators repeat them at run time.
 
     Raises:
-        Refusal: there is such a check.
+        Refusal: user code made such a check.
     """
     for key, check in checks_known(mode).items():
         if key not in before and _is_users(check.stack.summary()):
@@ -57,7 +63,7 @@ def refuse_lost_checks(mode: Any, before: Mapping[int, Any]) -> None:
 
 
 def _is_users(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether code outside of torch has called ``torch._check``, or one of its kind."""
+    """True if code outside torch called ``torch._check`` or one of its variants."""
     callers = (
         caller.filename
         for caller, called in itertools.pairwise(stack)
@@ -67,12 +73,12 @@ def _is_users(stack: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def guard_count(mode: Any) -> int:
-    """How many guards the shape environment of a fake mode has; 0 without one."""
+    """The number of guards in a fake mode's shape environment; 0 if it has none."""
     return 0 if mode.shape_env is None else len(mode.shape_env.guards)
 
 
 def is_fake(value: torch.Tensor) -> bool:
-    """Whether the tensor, or what it wraps, is fake."""
+    """True if the tensor, or a tensor it wraps, is fake."""
     return any(isinstance(inner, FakeTensor) for inner in inner_tensors(value))
 
 
@@ -89,7 +95,7 @@ def mode_among(values: Iterable[Any]) -> FakeTensorMode | None:
 
 
 def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
-    """The fake without its history; the number in it stays known, if it is."""
+    """The fake without its history. If the number in it is known, it stays known."""
     with torch.no_grad():
         bare = value.detach()
     if isinstance(bare, FakeTensor) and isinstance(value, FakeTensor) and value.item_memo is not None:
@@ -98,7 +104,8 @@ def alias_of_fake(value: torch.Tensor) -> torch.Tensor:
 
 
 def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iterable[int]) -> Any:
-    """A fake of `value` whose dimensions in `symbolic` are symbolic, without history; it requires no grad."""
+    """A fake of `value` without history that does not require grad. Its dimensions in `symbolic` are
+    symbolic."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         bare = value.detach()
     source, dims = ConstantSource(name), frozenset(symbolic)
@@ -113,7 +120,8 @@ def fake_of(mode: FakeTensorMode, value: torch.Tensor, name: str, symbolic: Iter
 
 
 def symbolic_integer(mode: FakeTensorMode, value: int, name: str) -> torch.SymInt | int:
-    """A symbolic number that is `value` now; 0 and 1 stay what they are. `mode` has a shape environment."""
+    """A symbolic number whose current value is `value`; 0 and 1 are specialised. `mode` needs a shape
+    environment."""
     assert mode.shape_env is not None
     source = ConstantSource(name)
     symbol = mode.shape_env.create_symbol(value, source, dynamic_dim=DimDynamic.DUCK)
@@ -121,7 +129,7 @@ def symbolic_integer(mode: FakeTensorMode, value: int, name: str) -> torch.SymIn
 
 
 def why_not_fakeable(value: torch.Tensor) -> str | None:
-    """Why a tensor cannot stand in a graph; None if it can."""
+    """Why a tensor cannot be an input of a graph; None if it can."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return "tensor wrapped by a functorch transform"
     if torch._is_functional_tensor(value):
@@ -145,8 +153,10 @@ def why_not_fakeable(value: torch.Tensor) -> str | None:
 def know_values(
     gm: fx.GraphModule, examples: Sequence[Any], stale: Collection[fx.Node] = frozenset()
 ) -> fx.GraphModule:
-    """`gm`, each of whose nodes knows now, in ``meta["val"]``, what it gives for the fake `examples`. What is
-    known already is computed again only for `stale` nodes and behind examples that are other ones."""
+    """Return `gm` after writing each node's value for the fake `examples` into its ``meta["val"]``.
+
+    A known value is recomputed only if its node is `stale` or depends on a value that changed.
+    """
     changed = set[fx.Node]()
 
     class Recorder(fx.Interpreter):
@@ -171,7 +181,7 @@ def know_values(
 
 @dataclass(frozen=True)
 class Form:
-    """What a strided fake tensor of static sizes shows of its memory, which has `nbytes` bytes."""
+    """The layout of a strided fake tensor with static sizes, and the `nbytes` of its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -182,8 +192,11 @@ class Form:
 
 
 def form_of(value: Any) -> Form | None:
-    """The form of a fake; None of anything else, and where it is not strided, has symbolic sizes, is part of
-    memory of a symbolic size, or shows other values than stand in its memory."""
+    """The form of a fake tensor; None if a form does not describe it.
+
+    A form describes only plain strided fakes with static sizes and a storage of static size, and no lazily
+    negated or conjugated ones.
+    """
     if type(value) is not FakeTensor or value.layout is not torch.strided:
         return None
     if value._has_symbolic_sizes_strides or is_lazy(value):
@@ -195,8 +208,10 @@ def form_of(value: Any) -> Form | None:
 
 
 def fake_of_form(mode: FakeTensorMode, form: Form, memory: torch.UntypedStorage | None = None) -> FakeTensor:
-    """A fake without history, in `memory` (of a fake of that mode) or in new memory. The mode is not asked,
-    which would take ten times as long."""
+    """A fake without history, in `memory` (the storage of a fake of the same mode) or in new memory.
+
+    We bypass the mode's dispatch, which would take ten times as long.
+    """
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta")
         if memory is None and (form.offset or made.untyped_storage().nbytes() != form.nbytes):
@@ -207,7 +222,8 @@ def fake_of_form(mode: FakeTensorMode, form: Form, memory: torch.UntypedStorage 
 
 
 def laid_out_like(fake: Any, value: Any) -> Any:
-    """`fake`, or one like it with the strides of the real `value` if it has others; symbolic ones stay."""
+    """`fake`, or a fake with the strides of the real `value` if these differ. A symbolic fake is returned
+    unchanged."""
     if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
         return fake
     if is_symbolic(fake) or fake.stride() == value.stride() or fake.shape != value.shape:
@@ -234,8 +250,8 @@ def symbols_in(value: Any) -> frozenset[str]:
 
 
 def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | None]]:
-    """Where symbols stand by themselves: by name, the position of a value and its dimension (None: the value
-    is the symbol)."""
+    """Where each symbol can be read directly: the position of a value, and its dimension (None: the value
+    itself)."""
     found: dict[str, tuple[int, int | None]] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -252,19 +268,21 @@ def _is_symbol(value: Any) -> bool:
 
 
 def hint_of(number: Any) -> Any:
-    """A number; of a symbolic one, what it was at capture (None if that is not known)."""
+    """The number itself; for a symbolic one, its value at capture (None if unknown)."""
     return number.node.hint if isinstance(number, torch.SymInt) else number
 
 
 def bytes_of(value: torch.Tensor) -> float:
-    """How many bytes the elements take; for symbolic sizes, as many as at capture."""
+    """The size of the elements in bytes. Symbolic sizes count with their values at capture."""
     hints = [hint_of(size) for size in value.shape]
     return float(math.prod([1 if hint is None else int(hint) for hint in hints]) * value.element_size())
 
 
 def forget_real_tensors(mode: Any) -> None:
-    """Let go of the tensors of which `mode` has made fakes: it holds weak references to them, and
-    ``torch.utils.swap_tensors`` refuses a tensor that has one. Of the same tensor it would make another fake
-    from now on."""
+    """Drop the weak references that `mode` holds to the tensors of which it made fakes.
+
+    ``torch.utils.swap_tensors`` refuses a tensor with a weak reference. Afterwards, the mode makes a new fake
+    for a tensor it has seen before.
+    """
     if mode is not None:
         mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()

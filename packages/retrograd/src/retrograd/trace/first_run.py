@@ -1,14 +1,14 @@
-"""The one run of a function's Python that a capture makes. It goes on eagerly where the trace cannot go on.
+"""Follow the one run of a function's Python during a capture, and let it continue eagerly if tracing fails.
 
-In: what a traced function calls of torch, one call after the other; the real inputs, where they are at hand.
-Out: the function's result. As long as the trace can follow, each call is traced and written down. At the
-first call that cannot be traced, all calls so far are computed on the real inputs, as eager computes them,
-and from then on the function is given real tensors. So its Python runs once: no exception of the trace
-reaches it, and nothing that it does is done twice.
+In: the traced function's calls of torch, one by one, and the real inputs if they are available. Out: the
+function's result. As long as tracing works, each call is traced and recorded. At the first call that cannot
+be traced, we compute all recorded calls on the real inputs, as eager would, and from then on give the
+function real tensors. So its Python runs once: it sees no exception of the trace, and none of its side
+effects happens twice.
 
-Calls that are written down can be computed again only if all that made tensors was seen. Inside of a custom
-``autograd.Function``, a checkpoint and a transform of ``torch.func`` it was not. There an exception that
-``except Exception`` does not catch abandons the run, and the function has to be called again.
+We can replay the recorded calls only if we saw every call that made a tensor. We do not see those inside a
+custom ``autograd.Function``, a checkpoint or a transform of ``torch.func``. There, an exception that ``except
+Exception`` does not catch abandons the run, and the function must be called again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from retrograd.runtime.modes import ThreadModes
 from retrograd.trace.functional import is_traced
 from retrograd.trace.graph_tracer import JointTracer
 
-#: numbers that a trace does not know.
+#: Types of the numbers whose value a trace does not know.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Abandoned(BaseException):
-    """The trace cannot go on, and neither can the run of Python that it follows. Its `error` says why. It is
-    no `Exception`, so that the handlers of the user's code leave it alone."""
+    """Neither the trace nor the run of Python that it follows can continue; `error` says why.
+
+    It is not an `Exception`, so that handlers in user code do not catch it.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Abandoned(BaseException):
 
 
 class _Call(NamedTuple):
-    """A call of torch: of these arguments, under these modes of the thread, came these results."""
+    """A recorded call of torch: its arguments, the thread's modes, and its results."""
 
     func: Callable[..., Any]
     leaves: Sequence[Any]
@@ -53,17 +55,17 @@ class _Call(NamedTuple):
 
 
 class FirstRun:
-    """See above.
+    """The run of a function's Python during a capture.
 
     Args:
-        leaves: the real inputs of the function, flat.
-        why_not: why it may not go on eagerly; None if it may.
+        leaves: the function's real inputs, flattened.
+        why_not: why the run may not continue eagerly; None if it may.
 
     Attributes:
-        why_not: why its calls cannot be computed again; None if they can.
-        stopped: the error at which the trace could not go on; None if it could.
-        has_ended: whether the function has returned or raised, without being abandoned.
-        is_computing: whether calls are computed right now.
+        why_not: why the recorded calls cannot be replayed; None if they can.
+        stopped: the error that ended tracing; None while tracing works.
+        has_ended: whether the function has returned or raised. False after it was abandoned.
+        is_computing: whether recorded calls are being replayed now.
     """
 
     def __init__(self, leaves: Sequence[Any], why_not: str | None = None) -> None:
@@ -71,33 +73,36 @@ class FirstRun:
         self.begin((), None)
 
     def begin(self, seen: Sequence[Any], tracer: JointTracer | None, is_repeated: bool = False) -> None:
-        """The function is called with `seen` in place of the inputs, in the trace of `tracer`. Its calls are
-        written down also after they could no longer be traced, if `is_repeated`."""
+        """Start a run. `tracer` traces it, and the function receives `seen` in place of the inputs.
+
+        If `is_repeated`, calls are recorded even after tracing has stopped.
+        """
         self._around = ExitStack()
         self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
         self.stopped: Exception | None = None
         self.has_ended = self.is_computing = False
         self._end: tuple[Any, Exception | None] = None, None
         self._seen, self._calls, self._computed = seen, list[_Call](), 0
-        #: by identity of a tensor of the trace, the real one; None if it is not computed yet.
+        #: By identity of a tensor of the trace, the real tensor; None if it is not computed yet.
         self._real: dict[int, Any] = _by_identity(seen, self.leaves)
 
     @property
     def is_eager(self) -> bool:
-        """Whether the function is given real tensors by now."""
+        """Whether the function now receives real tensors."""
         return self.stopped is not None
 
     def ended(self, result: Any, error: Exception | None) -> None:
-        """The function has returned `result`, or raised `error`, with tensors of the trace."""
+        """Record that the function returned `result` or raised `error`. Both may hold tensors of the
+        trace."""
         self.has_ended, self._end = True, (result, error)
 
     @property
     def can_be_finished(self) -> bool:
-        """Whether `outcome` knows what the function has done."""
+        """Whether `outcome` can reproduce what the function did."""
         return self.has_ended and self.why_not is None
 
     def finished(self, tree: Any) -> Any:
-        """`tree` with real tensors, after all calls have been computed; None if the run does not count."""
+        """Replay all calls and return `tree` with real tensors; None if the run cannot be used."""
         try:
             if self.can_be_finished:
                 self.compute()
@@ -107,10 +112,10 @@ class FirstRun:
         return None
 
     def outcome(self) -> Any:
-        """What the function returns, or raises, as eager has it. It can be asked once.
+        """Return or raise what the function does in eager. Callable once.
 
         Raises:
-            Exception: whatever the function raised.
+            Exception: what the function raised.
         """
         try:
             self.compute()
@@ -122,18 +127,18 @@ class FirstRun:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of all tensors: what the trace leaves behind may refer to this run."""
+        """Release all tensors, because objects that outlive the trace may refer to this run."""
         self.leaves = ()
         self.begin((), None)
 
     def given(self, seen: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor behind what the function sees; None if it is no input, nor free."""
+        """The real tensor behind `seen`; None if it is neither an input nor a closure tensor."""
         return self._real.get(_key(seen)) if is_traced(seen) else seen
 
     # the calls
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Write down a call."""
+        """Record a call."""
         if torch._C._functorch.maybe_current_level() is not None:
             self.why_not = "it calls a transform of torch.func"
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -152,7 +157,7 @@ class FirstRun:
     # real tensors
 
     def real(self, tree: Any) -> Any:
-        """`tree` with real tensors in place of the trace's, and numbers in place of symbolic ones."""
+        """`tree` with real tensors in place of the trace's, and plain numbers in place of symbolic ones."""
         return _mapped(self._real_leaf, tree)
 
     def _real_leaf(self, leaf: Any) -> Any:
@@ -169,10 +174,10 @@ class FirstRun:
         return real
 
     def compute(self) -> None:
-        """Compute the calls that were written down, as far as that is not done.
+        """Replay the recorded calls that were not replayed yet.
 
         Raises:
-            Exception: one of them fails on real tensors, which a trace could not know.
+            Exception: a call fails on real tensors, although it could be traced.
         """
         pending, self._computed = self._calls[self._computed :], len(self._calls)
         before, self.is_computing = self.is_computing, True
@@ -189,13 +194,14 @@ class FirstRun:
             self.is_computing = before
 
     def retrace(self, stand_ins: Sequence[Any]) -> Any:
-        """Make the same calls in another trace, without the function's Python; what the function returned.
+        """Make the same calls in another trace, without running the function's Python. Returns the function's
+        result.
 
         Args:
-            stand_ins: what is seen now in place of the inputs.
+            stand_ins: the tensors that replace the inputs in this trace.
 
         Raises:
-            Refusal: a call tells something else than it told.
+            Refusal: a call returns a number or another plain value that differs from the recorded one.
         """
         now = _by_identity(self._seen, stand_ins)
         for call, results in _repeated(self._calls, lambda leaf: now.get(_key(leaf), leaf)):
@@ -211,16 +217,17 @@ class FirstRun:
 
     @property
     def can_be_retraced(self) -> bool:
-        """Whether `retrace` knows all calls, and nothing symbolic, which is another in each trace."""
+        """Whether `retrace` works: all calls are recorded, and none uses symbolic numbers, which differ in
+        each trace."""
         leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.results))
         is_symbolic = any(isinstance(leaf, (*SYMBOLIC, slice, torch.Size)) for leaf in leaves)
         return self.has_ended and self.why_not is None and not is_symbolic
 
     def go_on_eagerly(self, error: Exception) -> None:
-        """The trace cannot go on because of `error`. From now on the function is given real tensors.
+        """Continue eagerly after `error` stopped tracing: from now on the function receives real tensors.
 
         Raises:
-            Abandoned: the calls so far cannot be computed again.
+            Abandoned: the recorded calls cannot be replayed.
         """
         if self.is_eager:
             return
@@ -238,11 +245,11 @@ class FirstRun:
         self._around.enter_context(_eagerly())
 
     def leave(self) -> None:
-        """The function has ended; the trace's modes are active again."""
+        """The function has ended: make the trace's modes active again."""
         self._around.close()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` as eager does. What it raises is the program's own error."""
+        """Call `func` as eager does. An exception it raises belongs to the user's program."""
         real_args, real_kwargs = self.real((args, kwargs))
         try:
             result = func(*real_args, **real_kwargs)
@@ -255,13 +262,16 @@ class FirstRun:
 
 
 def _key(value: Any) -> int:
-    """The identity of a value; of a functional tensor that of the one inside, on which methods of its class
-    call torch."""
+    """The identity of a value.
+
+    For a functional tensor, it is the identity of the inner tensor: methods of its class call torch on that
+    one.
+    """
     return id(value.elem if isinstance(value, FunctionalTensor) else value)
 
 
 def _by_identity(seen: Sequence[Any], others: Sequence[Any]) -> dict[int, Any]:
-    """What stands in `others` in the place of each tensor that is seen, by its identity."""
+    """Map the identity of each tensor of `seen` to the value at the same position in `others`."""
     pairs = zip(seen, others, strict=False)
     return {_key(one): other for one, other in pairs if isinstance(one, torch.Tensor) and one is not other}
 
@@ -278,11 +288,13 @@ def _is_told(now: Any, then: Any) -> bool:
 
 
 def _repeated(calls: Sequence[_Call], leaf: Callable[[Any], Any]) -> Iterator[tuple[_Call, list[Any]]]:
-    """Make `calls` again, each with `leaf` of its leaves and under its modes; with their results."""
+    """Make `calls` again, under the modes of each. `leaf` maps each argument. Yields each call with its new
+    results."""
     with ExitStack() as around:
         modes: ThreadModes | None = None
         for call in calls:
-            # Autocast keeps the casts of parameters until its outermost block ends.
+            # Autocast caches casts of parameters until its outermost block ends, so calls with the same modes
+            # share one.
             if modes is None or call.modes._replace(grad=True) != modes._replace(grad=True):
                 around.close()
                 modes = call.modes

@@ -1,9 +1,8 @@
-"""Functionalisation: tensors whose mutations and views a trace turns into values.
+"""Functionalisation: a trace turns mutations and views of tensors into values.
 
-In: fake tensors, also inside wrapper subclasses. Out: functional tensors, their plain values again, and what
-was done to them in place. Tensors that a function gets hold of without being given them, from closures,
-globals and attributes, become inputs of the trace. Calls with effects are chained by tokens while they are
-traced; `without_tokens` puts plain calls in their place.
+In: fake tensors, also inside wrapper subclasses. Out: functional tensors, their plain values, and which of
+them were mutated. Tensors that a function reaches through closures, globals and attributes become inputs of
+the trace. Tokens order calls with effects during a trace; `without_tokens` replaces them by plain calls.
 """
 
 from __future__ import annotations
@@ -43,19 +42,21 @@ from retrograd.trace.undeclared_writes import declaring_its_writes
 def functional_mode(
     keeps_strides: bool = False, look_at: Callable[..., None] | None = None
 ) -> AbstractContextManager[Any]:
-    """While open, operations on functional tensors are recorded without mutation; calls that filled a tensor
-    with random numbers in place are noted. (Operators of higher order know torch's class of mode only.)
+    """While open, operations on functional tensors are recorded without mutation.
+
+    Calls that fill a tensor with random numbers in place are marked. (Higher-order operators accept only
+    torch's own class of mode.)
 
     Args:
-        keeps_strides: whether a tensor that lies as no kernel would lay out its result stays so when it is
-            changed in place, as in eager. Kernels round otherwise where they cannot take many elements at a
-            time, and choose a memory format by the strides of a dimension of one element, too.
-        look_at: is given each call: the operator, its arguments, and those by name.
+        keeps_strides: whether an in-place operation keeps strides that no kernel gives its results, as in
+            eager. They matter: kernels without vectorised loads round differently, and some kernels choose a
+            memory format by the stride of a dimension of size 1.
+        look_at: called for each operator with the operator, its arguments and its keyword arguments.
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     run = mode.__torch_dispatch__
-    #: views of which an element may be several ones, and parts of them. What is written to one is added up to
-    #: what was there.
+    #: Views in which several elements share memory, and views of those. In-place writes to them are refused,
+    #: because functionalisation would add up the writes.
     spread: dict[int, torch.Tensor] = {}
 
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +75,7 @@ def functional_mode(
             return run(instead.operator, types, instead.args, {})[: instead.results]
         with recorded(fills_by=func) if fact("fills", func) else nullcontext():
             result = run(func, types, args, kwargs)
-        torch.autograd.graph.increment_version(changed)  # of these, functionalisation does not count it
+        torch.autograd.graph.increment_version(changed)  # functionalisation does not bump their versions
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
             _keep_layout(result)
         for one in result if isinstance(result, (tuple, list)) else (result,):
@@ -88,7 +89,8 @@ def functional_mode(
 
 @functools.cache
 def _without_mutation(func: Any) -> Any:
-    """The operator that gives what `func` writes to its first argument; None if it is no such operator."""
+    """The functional form of an in-place operator; None if `func` is no such operator, or has no such
+    form."""
     name = func._schema.name
     if not name.startswith("aten::") or not name.endswith("_") or name == "aten::copy_":
         return None
@@ -99,9 +101,11 @@ def _without_mutation(func: Any) -> Any:
 
 
 def _lies_as_no_result(value: torch.Tensor) -> bool:
-    """Whether kernels lay no result out like this: it has gaps, or dimensions of one element with strides
-    that follow from no memory format. Images of one element or one channel may be in any format: of these,
-    what a fake says is not enough. Not of a view, which is taken anew of what it shows after each change."""
+    """True if no kernel lays out a result like this: it has gaps, or unusual strides in dimensions of size 1.
+
+    Images with one channel or one pixel may be in any memory format, and a fake does not tell which, so they
+    count too. Views do not count: functionalisation regenerates a view after each mutation.
+    """
     if not isinstance(value, torch.Tensor) or value._is_view() or value.layout is not torch.strided:
         return False
     if any(type(stride) is int and stride == 0 for stride in value.stride()):
@@ -116,8 +120,11 @@ def _lies_as_no_result(value: torch.Tensor) -> bool:
 
 
 def to_functional(value: Any) -> Any:
-    """The tensor, functional; of a wrapper subclass the inner tensors. It is a leaf, as `value` was given.
-    Anything else stays as it is: some subclasses, such as DTensor, have a part that is no tensor."""
+    """The tensor as a functional tensor; for a wrapper subclass, its inner tensors are converted.
+
+    The result is a leaf if `value` is one. Other values are returned unchanged: some subclasses, such as
+    DTensor, have inner attributes that are not tensors.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if is_traceable_wrapper_subclass(value):
@@ -128,7 +135,7 @@ def to_functional(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value that a functional tensor has now. Anything else as it is."""
+    """The current value of a functional tensor. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if is_traceable_wrapper_subclass(value):
@@ -145,14 +152,17 @@ def _is_spread(func: Any, args: Sequence[Any], result: torch.Tensor, spread: Map
 
 
 def _writes_to_first(func: Any) -> bool:
-    """Whether an operator writes to the elements of its first argument."""
+    """True if an operator writes to the elements of its first argument."""
     if not is_operator_overload(func) or torch.Tag.inplace_view in func.tags:
         return False
     return bool(schema_of(func).is_mutable and schema_of(func).arguments[0].is_write)
 
 
 def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in lists that an operator writes to one after the other; functionalised, to all at once."""
+    """The tensors in list arguments that an operator writes to.
+
+    The operator writes to them one by one. Functionalised, it writes to all of them at once.
+    """
     if not is_operator_overload(func) or not schema_of(func).is_mutable:
         return []
     pairs = zip(schema_of(func).arguments, args, strict=False)
@@ -161,9 +171,10 @@ def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _keep_layout(value: FunctionalTensor) -> None:
-    """Bring what an operation in place left in `value` back into the layout of `value`. In eager, it is never
-    lost; but what functionalisation puts in place of the operation may lay its result out otherwise, and
-    views that are taken later would have its strides."""
+    """Restore the strides of `value` after an in-place operation, which never changes them in eager.
+
+    The functional operation that replaces it may return other strides, and later views would inherit them.
+    """
     bare = torch._from_functional_tensor(value.elem)
     sizes, strides = tuple(value.shape), tuple(value.stride())
     if tuple(bare.shape) != sizes or not _lies_otherwise(bare, value):
@@ -173,7 +184,7 @@ def _keep_layout(value: FunctionalTensor) -> None:
     made = made.permute([order.index(dim) for dim in range(len(sizes))])
     changed, base, is_unseen = value, value._base, changes_of(value).is_unseen
     if _lies_otherwise(made, value):
-        # It has gaps, as a part of a larger tensor: that one kept its layout.
+        # `value` has gaps because it is a view of a larger tensor. That tensor kept its layout.
         if not isinstance(base, FunctionalTensor):
             return
         changed, made = base, plain(base)
@@ -185,25 +196,28 @@ def _keep_layout(value: FunctionalTensor) -> None:
 
 
 def lost_layout(value: torch.Tensor) -> bool:
-    """Whether a change in place left `value` with other strides, or elsewhere in its memory, than in eager:
-    what `_keep_layout` cannot bring back, because `value` is an input with gaps or behind the start of its
-    memory. Views that are taken from then on have offsets and strides of the new place."""
+    """True if an in-place operation left `value` with other strides or another offset than in eager.
+
+    `_keep_layout` cannot restore the layout of an input with gaps, or of one that does not begin at the start
+    of its storage. Views taken afterwards get the wrong offsets and strides.
+    """
     return isinstance(value, FunctionalTensor) and _lies_otherwise(plain(value), value, offsets_count=True)
 
 
 def _lies_otherwise(one: torch.Tensor, other: torch.Tensor, offsets_count: bool = False) -> bool:
-    """Whether two tensors of the same sizes have other strides where these matter, or begin elsewhere."""
+    """True if two tensors of the same sizes differ in strides that matter, or in their offsets if
+    `offsets_count`."""
     triples = zip(other.shape, one.stride(), other.stride(), strict=True)
     try:
         if offsets_count and one.storage_offset() != other.storage_offset():
             return True
         return any(size > 1 and stride != wanted for size, stride, wanted in triples)
-    except GuardOnDataDependentSymNode:  # a size that nobody knows yet
+    except GuardOnDataDependentSymNode:  # an unbacked size
         return False
 
 
 def is_traced(value: torch.Tensor) -> bool:
-    """Whether the tensor belongs to a trace, rather than being a real one that a function got hold of."""
+    """True if the tensor belongs to a trace; False for a real tensor that the function reached by itself."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return True
     return all(
@@ -213,18 +227,18 @@ def is_traced(value: torch.Tensor) -> bool:
 
 
 def storage_key(value: torch.Tensor) -> tuple[int, ...]:
-    """Equal for tensors that share memory, as functionalisation sees it."""
+    """A key that is equal for tensors that share memory according to functionalisation."""
     return tuple(map(storage_of, inner_tensors(value)))
 
 
 class Changes(NamedTuple):
-    """What was done in place to a value, also through an alias.
+    """Mutations of a value, also those made through an alias.
 
     Attributes:
-        elements: whether elements were written to.
-        shape: whether its sizes, strides or offset were changed.
+        elements: whether elements were written.
+        shape: whether sizes, strides or the offset changed.
         memory: whether ``set_`` or a resize of the storage gave it other memory.
-        is_unseen: whether all writing was done under ``no_grad``, or through ``.data`` and the like.
+        is_unseen: whether autograd saw none of the writes, because of ``no_grad``, ``.data`` or the like.
     """
 
     elements: bool
@@ -234,13 +248,13 @@ class Changes(NamedTuple):
 
 
 def any_changed(values: Iterable[Any]) -> bool:
-    """Whether anything was done in place to one of these functional tensors; other values are passed over."""
+    """True if one of these functional tensors was mutated. Other values are ignored."""
     found = [changes_of(value) for value in values if isinstance(value, torch.Tensor)]
     return any(changes.elements or changes.shape or changes.memory for changes in found)
 
 
 def changes_of(value: torch.Tensor) -> Changes:
-    """What was done to a functional tensor."""
+    """The mutations of a functional tensor so far."""
     parts = [part.elem for part in _parts(value)]
     resized = (torch._functionalize_was_storage_changed, torch._functionalize_was_inductor_storage_resized)
     without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
@@ -254,7 +268,7 @@ def changes_of(value: torch.Tensor) -> Changes:
 
 
 def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:
-    """Something that changes with every change in place of the value or of what shares its memory."""
+    """A value that changes with each mutation of the tensor or of an alias of it."""
     counts = [torch._functionalize_mutation_counter(part.elem) for part in _parts(value)]
     return (*counts, *value.shape, *value.stride())
 
@@ -263,7 +277,7 @@ def _parts(value: torch.Tensor) -> list[Any]:
     return [part for part in inner_tensors(value) if isinstance(part, FunctionalTensor)]
 
 
-#: by name: while a context of the live path is open, some of these are wrapped.
+#: By name, because the live path may have replaced some of these.
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _CHANGES = {
     torch.Tensor.detach_: "detach_",
@@ -273,21 +287,22 @@ _CHANGES = {
     torch.Tensor.data.__set__: "assigning to .data",  # type: ignore[attr-defined]
     torch.Tensor.grad.__set__: "assigning to .grad",  # type: ignore[union-attr]
 }
-#: `torch.FloatTensor` and its like make a tensor by it: one of the function's own.
+#: `torch.FloatTensor` and similar constructors call it to make a new tensor.
 _LIFT = torch.ops.aten.lift_fresh.default
-#: `torch.tensor` calls it for a symbolic number; without history it does nothing.
+#: `torch.tensor` calls it for a symbolic number. It does nothing to a tensor without history.
 _DETACH = torch.Tensor.detach_
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class ClosureTensors(TorchFunctionMode):
-    """While open, real tensors are replaced by what `lift` makes of them, the same each time. A symbolic
-    exponent is replaced by its value, which becomes a guard.
+    """While open, each real tensor that reaches torch is replaced by `lift` of it, always the same one.
+
+    A symbolic exponent is replaced by its value, which adds a guard.
 
     Attributes:
-        bared: tensors of which ``.data`` was taken.
-        strided: what ``as_strided`` and its like gave, with what they were called on.
-        reads_offsets: whether anything depended on where a tensor begins in its memory.
+        bared: tensors whose ``.data`` was read.
+        strided: results of ``as_strided`` and similar calls, each with the tensor the call was made on.
+        reads_offsets: whether anything depended on a tensor's storage offset.
     """
 
     def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -322,18 +337,19 @@ class ClosureTensors(TorchFunctionMode):
         result = _called(name, func, args, kwargs)
         if name in functions("offset"):
             self.strided.append((result, args[0] if args else kwargs["input"]))
-        # What is changed in place is given back as the tensor that the function has: it may keep it.
+        # An in-place operation must return the tensor object that the function holds: the function may store
+        # it.
         return next((leaf for leaf in free if self._lift(leaf) is result), result)
 
     def _replaced(self, leaf: Any) -> Any:
         return self._lift(leaf) if _is_free(leaf) else leaf
 
     def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
-        """The arguments of a custom Function, which asks no mode what to do with real tensors."""
+        """Replace the arguments of a custom ``autograd.Function``, whose call no mode intercepts."""
         return original(tuple(map(self._replaced, args)))
 
     def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
-        """A process group is to collect what is started."""
+        """Refuse: a process group is about to coalesce operations."""
         raise collecting_refused()
 
     def __enter__(self) -> Any:
@@ -351,16 +367,16 @@ class ClosureTensors(TorchFunctionMode):
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "one_hot":
         _check_classes(*args, **kwargs)
-    if name == "_assert_async" and len(args) == 1:  # torch removes it where it has no text: this is eager's
+    if name == "_assert_async" and len(args) == 1:  # torch drops an assertion without text: this is eager's
         args = (*args, "Expected Tensor with single nonzero value, but got zero")
     if is_of_family("python_form_differs", name):
-        with suppress(RuntimeError), no_python_dispatcher():  # some cannot be given a symbolic size
+        with suppress(RuntimeError), no_python_dispatcher():  # some reject symbolic sizes
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 def _check_classes(labels: torch.Tensor | None = None, num_classes: int = -1, **named: torch.Tensor) -> None:
-    """What the kernel of ``one_hot`` checks, which is written without checks where a tensor has no values."""
+    """Trace the checks of the ``one_hot`` kernel, which torch's form for tensors without values omits."""
     labels = next(iter(named.values())) if labels is None else labels
     if num_classes != -1:
         check = torch.ops.aten._assert_async.msg
@@ -369,7 +385,8 @@ def _check_classes(labels: torch.Tensor | None = None, num_classes: int = -1, **
 
 
 def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`lift`, called as if no transform of ``torch.func`` were open: what it makes is older than that."""
+    """`lift`, called with all transforms of ``torch.func`` suspended: the lifted tensor existed before they
+    were entered."""
 
     def lift_outside(tensor: torch.Tensor) -> torch.Tensor:
         if torch._C._functorch.maybe_current_level() is None:
@@ -381,7 +398,7 @@ def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Call
 
 
 def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call names a place in the memory of a tensor, so that it matters where the tensor begins."""
+    """True if a call passes an explicit storage offset, so that the tensor's own offset matters."""
     place = functions("offset").get(name)
     return place is not None and (place < len(args) or kwargs.get("storage_offset") is not None)
 
@@ -391,7 +408,8 @@ def _is_free(leaf: Any) -> bool:
 
 
 def without_tokens(graph: fx.Graph) -> None:
-    """Change `graph` in place."""
+    """Replace ``with_effects`` calls of `graph` by plain calls, and remove the tokens. Changes `graph` in
+    place."""
     tokens = set[fx.Node]()
     for node in list(graph.nodes):
         if node.target is with_effects:
@@ -403,7 +421,8 @@ def without_tokens(graph: fx.Graph) -> None:
 
 
 def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
-    """Put the call in place of ``with_effects(token, operator, ...)``, which gives (token, *results)."""
+    """Replace ``with_effects(token, operator, ...)``, which returns (token, *results), by the call of the
+    operator."""
     target = node.args[1]
     assert isinstance(target, torch._ops.OpOverload)
     with graph.inserting_before(node):

@@ -1,14 +1,14 @@
-"""Trace what Python does into an FX graph of ATen calls: the one way in which this package traces.
+"""Trace Python into an FX graph of ATen calls. All tracing in this package goes through this file.
 
-In: a body that makes the graph's inputs with a `GraphTracer`, and returns values. Out: the graph.
+`make_graph`: In: a body that creates the graph's inputs with a `GraphTracer` and returns its outputs. Out:
+the graph.
 
-In: a segment as a boxed function, the values that it is called with, and which sizes are to be symbolic. Out:
-a `Traced` graph that mutates nothing, its fake inputs and the shape environment with the guards that tracing
-left there.
+`trace`: In: a segment as a boxed function, its arguments, and which sizes are symbolic. Out: a `Traced` graph
+without mutations, its fake inputs, and the shape environment with the guards that tracing added.
 
-This is ``make_fx`` without what it does to the whole process: its tracer replaces ``nn.Module.__call__``
-and ``__getattr__``, and sets a flag that makes other threads' compiled functions raise. One global of torch's
-is left, which operators of higher order read. So one thread traces at a time.
+We use ``make_fx`` without its process-wide effects. Its own tracer replaces ``nn.Module.__call__`` and
+``__getattr__``, and sets a flag that makes compiled functions raise on other threads. One process-wide global
+remains, which higher-order operators read, so only one thread traces at a time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from retrograd.trace.layouts import laid_out_as_real
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
-#: inside, on this thread, torch's Python forms of operators are used where there are any.
+#: Inside, on this thread, torch uses its Python implementations of operators where they exist.
 python_forms: Callable[[], AbstractContextManager[Any]] = enable_python_dispatcher
 
 
 class GraphTracer:
-    """What the body of a trace works with; every node carries the entries of `note` in its metadata."""
+    """Given to the body of a trace. Every new node gets the entries of `note` in its metadata."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
@@ -61,7 +61,7 @@ class GraphTracer:
         tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
-        """`value` (a fake tensor or a symbolic integer) as a new input of the graph."""
+        """Add `value` (a fake tensor or a symbolic integer) as an input of the graph."""
         proxy = self._tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["val"] = value
         track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
@@ -69,7 +69,7 @@ class GraphTracer:
 
     @contextmanager
     def noting(self, **note: Any) -> Iterator[None]:
-        """Every node made inside carries these entries in its metadata."""
+        """Inside, every new node gets these entries in its metadata."""
         before = self.note
         self.note = {**before, **note}
         try:
@@ -89,12 +89,12 @@ class GraphTracer:
         return found
 
     def node_of(self, value: torch.Tensor) -> fx.Node | None:
-        """The node that makes a plain tensor of this trace; None if none does."""
+        """The node that computes a plain tensor of this trace; None if there is none."""
         known = get_proxy_slot(value, self._tracer, None)
         return None if known is None else known.proxy.node
 
     def close(self) -> None:
-        """The body has ended."""
+        """Called after the body has ended."""
 
     def _created(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = self._create_node(kind, *args, **kwargs)
@@ -103,7 +103,7 @@ class GraphTracer:
         return node
 
     def _annotate(self, node: fx.Node) -> None:
-        """Write into a new call what is to be known of it. Inductor names kernels by ``original_aten``."""
+        """Add metadata to a new call. Inductor names kernels by ``original_aten``."""
         refuse_asynchronous((node.target, *node.args[:2]))
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta.setdefault("original_aten", node.target)
@@ -111,8 +111,7 @@ class GraphTracer:
 
 
 class JointTracer(GraphTracer):
-    """The same for a function and its backward: each call of the forward knows its sequence number and its
-    line."""
+    """Traces a function and its backward. Each forward call records its sequence number and source line."""
 
     def __init__(self, tracer: Any) -> None:
         super().__init__(tracer)
@@ -135,7 +134,8 @@ class JointTracer(GraphTracer):
             node.meta["stack_trace"] = line
 
     def inputs_with_kept_cast(self) -> set[str]:
-        """Names of the inputs so far of which a cast is read more than once, as one that autocast kept."""
+        """Names of the inputs so far of which one cast is read more than once, as if autocast had cached
+        it."""
         placeholders = self.graph.find_nodes(op="placeholder")
         return {
             node.target
@@ -145,31 +145,35 @@ class JointTracer(GraphTracer):
         }
 
     def refuse_other_numbers(self) -> None:
-        """If a generator is not where the draws so far have moved it, the function has set it.
+        """Check that the random number generators are where the traced draws left them.
 
         Raises:
-            Refusal: it is elsewhere.
+            Refusal: they are not, so the function has set their state.
         """
         if seeds_and_states() != self._generators:
             raise Refusal("reseeded", "it sets the state of a generator of random numbers")
 
     def _move_generators(self) -> None:
-        """Move the generator, as a draw would. Fake tensors draw nothing, so that a function which puts the
-        state back afterwards would leave no trace."""
+        """Move the generator, as a real draw would.
+
+        Fake tensors draw nothing. Without this, we could not tell if the function restores an earlier state.
+        """
         self.draws += 1
         torch.default_generator.manual_seed(self.draws)
         self._generators = seeds_and_states()
 
     def close(self) -> None:
-        """Undo all moves of generators, also those of operators without a fake kernel, which draw numbers."""
+        """Restore the generators. This also undoes the draws of operators without a fake kernel."""
         if not self._is_over and any(map(is_random, self.graph.nodes)):
             with real_tensors():
                 restore_generator_states(self._states)
 
     @contextmanager
     def generators_given_back(self) -> Iterator[None]:
-        """Inside, the generators are where the function has met them: what it has drawn is drawn again, for
-        real. Afterwards nothing moves them any more; what the function has set by itself, it has set."""
+        """Inside, the generators have the state from before the trace, so that replayed calls draw for real.
+
+        Afterwards this tracer no longer moves them. A state that the function itself has set is kept.
+        """
         has_set_them = seeds_and_states() != self._generators
         with real_tensors():
             now = generator_states()
@@ -182,12 +186,12 @@ class JointTracer(GraphTracer):
 
 
 def draws_so_far() -> int:
-    """How many calls that draw random numbers this thread has traced into the graph that it makes."""
+    """How many random calls this thread has traced into its current graph."""
     return getattr(_current.tracer, "draws", 0)
 
 
 class _Current(threading.local):
-    """The trace that this thread is in."""
+    """The trace that is active on this thread."""
 
     tracer: GraphTracer | None = None
 
@@ -196,12 +200,12 @@ _current = _Current()
 
 
 def tracer_here() -> GraphTracer | None:
-    """What the body of the trace works with that this thread is in."""
+    """The tracer that is active on this thread; None if there is none."""
     return _current.tracer
 
 
 def is_tracing_here() -> bool:
-    """Whether this thread is tracing a function of ours."""
+    """Whether this thread is tracing a function for us."""
     return _current.tracer is not None
 
 
@@ -211,16 +215,18 @@ def make_graph(
     kind: Callable[[Any], GraphTracer] = GraphTracer,
     uses_python_forms: bool = True,
 ) -> fx.GraphModule:
-    """The graph of what `body` does.
+    """Trace `body` into a graph.
 
     Args:
-        body: is given the tracer, on this thread; returns the graph's outputs.
-        decompositions: by operator, as ``make_fx`` takes them.
-        kind: of the tracer that `body` gets.
-        uses_python_forms: as `python_forms`. Symbolic sizes need them; they may differ in the last bit.
+        body: called with the tracer, on this thread; returns the graph's outputs.
+        decompositions: by operator, as for ``make_fx``.
+        kind: the class of the tracer.
+        uses_python_forms: whether `python_forms` is active. Symbolic sizes need it; results may differ in the
+            last bit.
 
     Returns:
-        A module whose placeholders stand first. Whoever changes the graph last recompiles it.
+        A module whose placeholders come first. After its last change to the graph, the caller must recompile
+            it.
     """
 
     def traced() -> tuple[Any, ...]:
@@ -247,11 +253,11 @@ class _GraphMaker(_MakefxTracer):
     def _construct_modes_with_fx_tracer(self, fx_tracer: Any) -> None:
         fx_tracer.trace = partial(_trace, fx_tracer)
         super()._construct_modes_with_fx_tracer(fx_tracer)
-        self.torch_fn_metadata_mode = nullcontext()  # nobody reads what it notes
+        self.torch_fn_metadata_mode = nullcontext()  # nobody reads its metadata
 
 
 def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> fx.Graph:
-    """What ``fx.Tracer.trace`` does for a function without arguments, but for its patches."""
+    """``fx.Tracer.trace`` for a function without arguments, without its patches."""
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     tracer.graph = fx.Graph(tracer_cls=type(tracer))
@@ -261,23 +267,24 @@ def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> f
 
 
 def recorded(**note: Any) -> AbstractContextManager[None]:
-    """What is traced inside, on this thread, carries these entries in its metadata."""
+    """Inside, on this thread, every traced node gets these entries in its metadata."""
     return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
 
 
 def current_notes() -> Mapping[str, Any]:
-    """The entries that nodes carry which are traced now."""
+    """The metadata entries that a node traced now would get."""
     return _current.tracer.note if _current.tracer is not None else {}
 
 
 def _without_users_hooks() -> AbstractContextManager[Any]:
-    """Inside, the user's saved-tensor hooks do not see the graphs that are made, which are our own."""
+    """Inside, the user's saved-tensor hooks do not see the graphs that we build."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-# While a thread traces, an operation that fails on fake tensors is not logged: it becomes a reason.
+# While a thread traces, torch does not log operators that fail on fake tensors: we turn the error into a
+# reason.
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: _current.tracer is None)
 
 
@@ -295,7 +302,7 @@ _OURS = __file__.rsplit("/trace/", 1)[0] + "/"
 
 
 def _users_line() -> str:
-    """The innermost line of code that is neither torch's nor ours, as a stack trace of one entry."""
+    """The innermost line that is neither in torch nor in this package, as a stack trace of one entry."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -310,11 +317,12 @@ class Traced:
     """A traced segment.
 
     Attributes:
-        gm: the functional ATen graph; returns a tuple of the outputs that are not None.
-        example_inputs: fake tensors and symbolic integers, one per value of `fed`.
+        gm: the functional ATen graph. It returns a tuple of the outputs that are not None.
+        example_inputs: fake tensors and symbolic integers, one per entry of `fed`.
         fed: positions of the arguments that the graph takes.
-        given: for each output of the segment, its position in the graph's result, or None.
-        shape_env: has the guards; None when every size is static.
+        given: for each output of the segment, its position in the graph's result; None for an output that is
+            None.
+        shape_env: holds the guards; None if every size is static.
     """
 
     gm: fx.GraphModule
@@ -335,9 +343,9 @@ def trace(
     Args:
         fn: runs the segment on a list of values.
         args: the values; None for undefined gradients.
-        symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value);
-            None to make every size static.
-        decompositions: applied while tracing.
+        symbolic: for each argument, which dimensions are symbolic (dimension 0 of an int is its value); None
+            to make every size static.
+        decompositions: applied during tracing.
     """
     if reason := next(filter(None, map(_why_not_traceable, args)), None):
         raise Refusal("not-traceable", reason)
@@ -362,13 +370,13 @@ def trace(
 def decomposed(
     gm: fx.GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, table: Decompositions
 ) -> fx.GraphModule:
-    """`gm` traced again with decompositions."""
+    """Trace `gm` again with decompositions."""
     with torch.no_grad(), autocast_off(), fake_mode:
         return _graph(gm, inputs, table)
 
 
 def _why_not_traceable(value: Any) -> str | None:
-    """Why a segment with this input is interpreted; None if it can be traced."""
+    """Why a segment with this argument is interpreted; None if it can be traced."""
     if isinstance(value, torch.Tensor):
         return "tensor subclass FakeTensor" if is_fake(value) else why_not_fakeable(value)
     return None if value is None or isinstance(value, (int, float)) else f"{type(value).__name__} argument"
@@ -377,8 +385,11 @@ def _why_not_traceable(value: Any) -> str | None:
 def _functional_graph(
     fn: Callable[..., Any], inputs: Sequence[Any], decompositions: Decompositions
 ) -> fx.GraphModule:
-    """Trace as it is; if the graph mutates, functionalise the graph. (Not the function: functionalisation
-    would hide from it which of its arguments require grad, and would meet tensor subclasses.)"""
+    """Trace `fn`. If the graph mutates, functionalise the graph and trace it again.
+
+    We do not functionalise `fn` itself: functionalisation would hide which arguments require grad, and would
+    meet tensor subclasses.
+    """
     gm = _graph(fn, inputs, decompositions)
     if any(map(is_mutating, gm.graph.nodes)):
         with torch.no_grad():
@@ -404,14 +415,15 @@ def _graph(fn: Callable[..., Any], inputs: Sequence[Any], decompositions: Decomp
 
 
 def _fakes(mode: FakeTensorMode, values: Sequence[Any], symbolic: Mapping[int, frozenset[int]]) -> list[Any]:
-    """One fake per value; the same tensor twice gives the same fake; None and static numbers stay."""
+    """One fake per value. A tensor that occurs twice gets one fake. None and static numbers are unchanged."""
     seen: dict[int, Any] = {}
 
     def fake(index: int, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in seen:
                 made = fake_of(mode, value, f"t{index}", symbolic.get(index, ()))
-                # Some formulas ask their saved tensors (linalg.solve: which gradients are wanted).
+                # Some backward formulas ask which saved tensors require grad (linalg.solve, for the gradients
+                # it computes).
                 seen[id(value)] = made.requires_grad_(value.requires_grad)
             return seen[id(value)]
         if type(value) is int and symbolic.get(index):

@@ -1,8 +1,7 @@
-"""Does a lowered segment still fit its inputs?
+"""Guards that decide whether a lowered segment can be reused for new inputs.
 
-In: the values that it was lowered with and the sizes that were symbolic. Out: `InputGuard.check`. Tensor
-metadata is checked by torch's C++ ``TensorGuards``, relations between symbolic sizes by the shape
-environment.
+In: the values it was lowered with, and which sizes were symbolic. Out: `InputGuard.check`. Torch's C++
+``TensorGuards`` check tensor metadata; the shape environment checks relations between symbolic sizes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from retrograd.graph.structure import is_same
 
 
 class InputGuard:
-    """Guards of one lowering.
+    """The guards of one lowering.
 
     Args:
         args: the values it was lowered with.
-        fed: positions of the traced inputs, and `example_inputs` their fakes; a dimension that is symbolic
-            in a fake may differ.
-        shape_env: has the relations that tracing relied on; None when every size is static.
-        offsets: whether each tensor must begin where it began in its memory.
+        fed: positions of the traced inputs.
+        example_inputs: fakes of the traced inputs. A dimension that is symbolic in a fake may differ.
+        shape_env: holds the relations that tracing relied on; None if every size is static.
+        offsets: whether to guard each tensor's storage offset.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class InputGuard:
             [None if d in symbolic.get(i, ()) else size for d, size in enumerate(args[i].shape)]
             for i in self._tensors
         ]
-        # The shape environment guards only strides that were not static in the trace.
+        # The shape environment guards only strides that were symbolic in the trace.
         fakes = dict(zip(fed, example_inputs, strict=True))
         laid_out = [fakes.get(i, args[i]).stride() for i in self._tensors]
         strides = [[None if _is_open(stride) else int(stride) for stride in one] for one in laid_out]
@@ -72,16 +71,16 @@ class InputGuard:
         self.args_metadata = tuple(map(_sizes, args))
         try:
             self._relations_hold(args)
-        except Exception as error:  # it names what is no input: a size that the graph reads out of a value
+        except Exception as error:  # it uses a size that the graph reads out of a tensor's elements
             raise Refusal("not-guardable", f"no guard can speak of {self._relations}: {error}") from error
 
     @property
     def is_static(self) -> bool:
-        """Whether every size is the one that it was lowered with."""
+        """Whether every size is static."""
         return self._shape_env is None
 
     def check(self, args: Sequence[Any]) -> bool:
-        """Whether the lowering may be used for these values."""
+        """True if the lowered code can run on these values."""
         return (
             (not self._same or all(args[i] is args[j] for i, j in self._same))
             and (not self._constants or all(is_same(value, args[i]) for i, value in self._constants))
@@ -91,7 +90,7 @@ class InputGuard:
         )
 
     def why_not(self, args: Sequence[Any]) -> str:
-        """What failed, with the two values that differ."""
+        """Which guard failed, with the two values that differ."""
         for i, value in self._constants:
             if not is_same(value, args[i]):
                 return f"argument {i} was {_describe(value)}, now {_describe(args[i])}"
@@ -124,7 +123,8 @@ class InputGuard:
 
 
 def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, frozenset[int]]:
-    """Per argument, the dimensions whose size is not what it was (dimension 0 of an int is its value)."""
+    """For each argument whose sizes changed, the dimensions that changed (dimension 0 of an int is its
+    value)."""
     changed: dict[int, frozenset[int]] = {}
     for i, (old, new) in enumerate(zip(before, map(_sizes, args), strict=True)):
         if old is not None and new is not None and len(old) == len(new) and old != new:
@@ -133,7 +133,7 @@ def changed_sizes(before: Sequence[Any], args: Sequence[Any]) -> dict[int, froze
 
 
 def _read_values(shape_env: ShapeEnv, fakes: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The tensors out of which tracing read a size (``start.item()``) that a guard speaks of, and that
+    """The tensors from which tracing read a size (``start.item()``) that a guard uses, each with that
     size."""
     used = {symbol for guard in shape_env.guards for symbol in guard.expr.free_symbols}
     memos = [(number, getattr(fake, "item_memo", None)) for number, fake in enumerate(fakes)]
@@ -151,7 +151,7 @@ def _symbolic_dims(fake: Any) -> frozenset[int]:
 
 
 def _is_open(size: Any) -> bool:
-    """Whether a size is symbolic, and was not tied to one value while tracing."""
+    """True if a size is symbolic and tracing has not specialised it to one value."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 

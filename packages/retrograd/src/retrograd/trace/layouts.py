@@ -1,14 +1,14 @@
-"""Operators whose results lie otherwise in memory than a trace says.
+"""Ops whose real output strides differ from their meta kernel's.
 
-In: decompositions, as ``make_fx`` takes them. Out: the same, and for each operator with a fact about its
-layout one that gives its result the layout that the real kernel gives it: torch's fake kernel or Inductor's
-decomposition keeps the strides of an input there, or does not. The operator is given what it was given: its
-kernel may round otherwise for another layout.
+In: decompositions, as for ``make_fx``. Out: the same, with one more for each operator whose layout is listed
+as a fact. The added decomposition calls the operator, then gives its result the layout of the real kernel.
+Torch's meta kernel or Inductor's decomposition preserves an input's strides where the real kernel does not,
+or the reverse. The arguments keep their layout, because a kernel may round differently for another one.
 
-In: what a fake kernel gives, and the arguments. Out: the same, laid out as the real result.
+In: the result of a meta kernel, and the arguments. Out: the result in the real kernel's layout.
 
-What a function does may depend on how a value lies: ``matmul`` folds dimensions, or does not, and rounds
-accordingly. Generated code lays results out as the fakes are.
+Layouts matter: generated code lays out results like the fakes, and ``matmul``, for example, folds dimensions
+depending on strides, which changes rounding.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from retrograd.facts import answers, fact
 from retrograd.runtime.tensor import has_overlaps
 
 _HALF = (torch.bfloat16, torch.float16)
-#: the operator whose own kernel, or decomposition, is being traced.
+#: Re-entrancy guard: the operator that currently bypasses this table.
 _within: ContextVar[Any] = ContextVar("within", default=None)
 
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """`decompositions`, and those of operators with another layout than torch says."""
+    """`decompositions`, plus one for each operator whose layout torch's meta kernels get wrong."""
     wrong = {**answers("layout"), **answers("copies")}
     own = {operator: partial(_laid_out, operator, decompositions.get(operator)) for operator in wrong}
     return {**decompositions, **own}
@@ -57,7 +57,7 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
 
 
 def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
-    """The traced `result` of `operator`, laid out as the real one."""
+    """The traced `result` of `operator`, in the layout of the real kernel's result."""
     if isinstance(result, (tuple, list)):
         return tuple(laid_out_like_real(operator, one, args) for one in result)
     layout = fact("layout", operator)
@@ -71,7 +71,7 @@ def laid_out_like_real(operator: Any, result: Any, args: Sequence[Any]) -> Any:
     if isinstance(layout, int):
         layout = _common_format(result, args[layout])
     if layout in ("contiguous", torch.contiguous_format):
-        # also if only dimensions of one element lie otherwise
+        # strides of dimensions of size 1 must match too
         is_right = statically_known_true(sym_eq(result.stride(), make_contiguous_strides_for(result.shape)))
         return result if is_right else result.clone(memory_format=torch.contiguous_format)
     return result.contiguous(memory_format=layout) if isinstance(layout, torch.memory_format) else result
@@ -82,7 +82,7 @@ def _is_half_and_expanded(value: Any) -> bool:
 
 
 def _common_layout(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`result` with its dimensions in the order in which those of `operands` lie, the first foremost."""
+    """`result` with its dimensions in the order of those of `operands`; the first operand decides first."""
     with torch._C._DisableTorchDispatch():
         *metas, given = (
             torch.empty_strided(one.shape, one.stride(), device="meta") for one in (*operands, result)
@@ -95,8 +95,8 @@ def _common_layout(result: torch.Tensor, operands: Sequence[torch.Tensor]) -> to
 
 
 def _common_format(result: torch.Tensor, given: Any) -> torch.memory_format | None:
-    """The memory format that `given`, a tensor or several, has where its sizes are as many as those of
-    `result`; None if that is not known."""
+    """The memory format of `given`, a tensor or several, among those with as many dimensions as `result`;
+    None if unknown."""
     given = given if isinstance(given, (tuple, list)) else [given]
     like = [one for one in given if one.dim() == result.dim()]
     if any(one._has_symbolic_sizes_strides for one in (*like, result)):

@@ -1,10 +1,10 @@
-"""Operators that write to tensors which their schemas say they only read: running statistics.
+"""Undeclared mutations: operators that write running statistics which their schemas declare as read-only.
 
-In: a call, as functionalisation gets it. Out: one that does the same, whose schema declares what it writes;
-or a refusal if there is none.
+In: a call, as functionalisation receives it. Out: an equivalent call whose schema declares the write; or a
+refusal if there is none.
 
-Functionalisation goes by schemas. A call with an undeclared write would stay in the graph as it is, and write
-each time that the graph, a part of it or the function is run again.
+Functionalisation relies on schemas. A call with an undeclared write would stay in the graph unchanged, and
+would write again each time the graph, a part of it or the function is re-run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retrograd.graph.fx import schema_of
 
 
 class Instead(NamedTuple):
-    """A call in place of another; the first `results` of what it gives are those of the other."""
+    """A call that replaces another one. Its first `results` results are those of the other."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -28,10 +28,10 @@ class Instead(NamedTuple):
 
 
 def declaring_its_writes(operator: Any, args: Sequence[Any]) -> Instead | None:
-    """What to call instead; None if the call writes nothing that its schema does not declare.
+    """The call to make instead; None if the call writes only what its schema declares.
 
     Raises:
-        Refusal: it does, and no operator does the same and declares it.
+        Refusal: the call has an undeclared write, and no operator declares the same write.
     """
     places = fact("writes", operator)
     if places is None:
@@ -42,5 +42,5 @@ def declaring_its_writes(operator: Any, args: Sequence[Any]) -> Instead | None:
         return None
     if instead is None or len(given) < len(places):
         raise not_representable(f"it calls {operator}, which writes running statistics without saying so")
-    args = (*args[:condition], *args[condition + 1 :])  # what writes does not ask whether it may
+    args = (*args[:condition], *args[condition + 1 :])  # the replacement always writes: no flag
     return Instead(getattr(torch.ops.aten, instead).default, args, len(schema_of(operator).returns))

@@ -1,7 +1,7 @@
-"""What a function calls of torch while it is traced: each call is looked at, traced and written down.
+"""Intercept a traced function's calls of torch: check each call, trace it and record it.
 
-In: calls of torch, one after the other, and the `FirstRun` of the function. Out: traced results; from the
-first call on that cannot be traced, real ones. Or an error that handlers of the user's do not see.
+In: the function's calls of torch, and its `FirstRun`. Out: traced results; after the first call that cannot
+be traced, real ones. Or an error that handlers in user code do not catch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from retrograd.runtime.subclass import is_wrapper
 from retrograd.trace.first_run import SYMBOLIC, Abandoned, FirstRun
 from retrograd.trace.functional import ClosureTensors
 
-#: of the tensors that a function is given: attributes that no guard compares, and that a trace's own tensors
-#: have not.
+#: Attributes of input tensors that no guard compares, and that a trace's own tensors do not have.
 _STATE = ("grad", "grad_fn", "is_leaf", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
 _UNGUARDED = {getattr(torch.Tensor, name).__get__: name for name in _STATE}
-#: by name: what gives a text of the elements, or a handle of the memory.
+#: Functions, by name, that return a text of the elements or a handle of the storage.
 _LOOKS = {"__repr__", "__str__", "__format__", "untyped_storage", "storage", "_typed_storage"}
 
 
 class Watched(ClosureTensors):
-    """While open, each call of torch is traced; what `ClosureTensors` says holds. What cannot be traced runs
-    eagerly, and so does all that comes after it.
+    """While open, each call of torch is traced, as in `ClosureTensors`.
+
+    A call that cannot be traced runs eagerly, as does every later one.
 
     Args:
         lift: as in `ClosureTensors`.
-        first: the run of the function's Python; None: an error of the trace abandons it.
+        first: the run of the function's Python; None if an error of the trace abandons the run.
 
     Attributes:
-        stopped: the first error at which the trace could not go on; None if it could.
+        stopped: the first error that stopped tracing; None while tracing works.
     """
 
     stopped: Exception | None
@@ -73,10 +73,10 @@ class Watched(ClosureTensors):
         return result
 
     def stop(self, error: Exception) -> None:
-        """The trace cannot go on.
+        """Stop tracing.
 
         Raises:
-            Abandoned: neither can the run.
+            Abandoned: the run cannot continue eagerly either.
         """
         self.stopped = self.stopped or error
         if self._first is None:
@@ -120,11 +120,13 @@ class _Abandoning(TorchFunctionMode):
 
 @contextmanager
 def errors_uncaught() -> Iterator[None]:
-    """Inside, user code runs in a trace, as the backward of a custom Function. Its handlers do not see what
-    the trace raises. What it swallows nevertheless, as by returning from a ``finally``, is raised at the end.
+    """Run user code in a trace, such as the backward of a custom ``autograd.Function``.
+
+    Its handlers do not see errors of the trace. If user code swallows one nevertheless, for example by
+    returning from a ``finally``, we raise it at the end.
 
     Raises:
-        Exception: what the trace has raised.
+        Exception: the error of the trace.
     """
     watching = _Abandoning()
     try:
@@ -137,10 +139,10 @@ def errors_uncaught() -> Iterator[None]:
 
 
 def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
-    """Refuse what depends on more than a trace knows, or a guard compares.
+    """Refuse a call whose result depends on more than a trace knows or a guard compares.
 
     Raises:
-        Refusal: this call does.
+        Refusal: this is such a call.
     """
     name = getattr(func, "__name__", "")
     if name in _LOOKS:
@@ -158,16 +160,16 @@ def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
         raise not_representable(f"it reads {attribute} of a tensor")
 
 
-#: by name: what makes a tensor that is not strided. Some abort the process if they are given a traced one.
+#: Functions, by name, that make a non-strided tensor. Some abort the process if they receive a traced tensor.
 _UNSTRIDED = re.compile(r"_?sparse_|to_(sparse|mkldnn)|quantize_per_|_make_per_.*quant")
 _STRIDED = (torch.strided, torch.jagged)
 
 
 def _refuse_layouts(func: Any, leaves: Sequence[Any]) -> None:
-    """Refuse sparse, nested and quantized tensors, which fakes have no gradient of.
+    """Refuse sparse, nested and quantized tensors: fakes of them have no gradients.
 
     Raises:
-        Refusal: `func` makes such a tensor by its name, or one is among `leaves`.
+        Refusal: `func` makes such a tensor, judging by its name, or one is among `leaves`.
     """
     name = "" if func is None else getattr(func, "__name__", "")
     if _UNSTRIDED.match(name) and name != "sparse_dim":
@@ -181,10 +183,10 @@ def _refuse_layouts(func: Any, leaves: Sequence[Any]) -> None:
 
 
 def _refuse_unknown_sizes(result: Any) -> None:
-    """Refuse a number that depends on elements: the function may look at it where nobody sees it.
+    """Refuse a data-dependent number, because the function may branch on it unseen.
 
     Raises:
-        Refusal: `result` has, or is, such a number.
+        Refusal: `result` is or contains such a number.
     """
     for leaf in pytree.tree_leaves(result):
         number = leaf.shape if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides else leaf

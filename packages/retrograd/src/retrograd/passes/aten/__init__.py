@@ -1,6 +1,6 @@
 """Passes over a joint graph of ATen operators: ``pass(gm, example_inputs, **kw) -> gm``.
 
-Each has a file, named for its effect. `run_passes` applies them in order, and checks the laws of the joint
+Each has a file, named for its effect. `run_passes` applies them in order and checks the laws of the joint
 graph after each. A pass that changes results calls ``gm.recompile()`` itself. The others leave that to
 `run_passes`, because the old code still computes the right results.
 """
@@ -21,9 +21,9 @@ from retrograd.graph.joint import JointSignature, output_kinds, verify_joint
 from retrograd.passes.aten.dead_code import remove_dead_code
 from retrograd.passes.aten.equal_calls import merge_equal_calls
 
-#: ``pass(gm, example_inputs) -> gm``; it may change `gm` or return another.
+#: A pass, ``pass(gm, example_inputs) -> gm``. It may change `gm` or return another module.
 JointPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
-#: a pass that first needs keyword arguments, given by `functools.partial`.
+#: A pass with keyword arguments, which `functools.partial` must bind first.
 AnyPass = Callable[..., fx.GraphModule]
 
 
@@ -34,7 +34,7 @@ class PassReport:
     Attributes:
         name: of the pass.
         seconds: how long it ran, without the checks after it.
-        change: for each operator whose number of calls changed, by how many.
+        change: by operator, the change in the number of calls, if it is not 0.
     """
 
     name: str
@@ -54,12 +54,12 @@ def run_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """Apply `passes` in order.
 
-    The returned module is recompiled. A module that a pass is given may still have its old code.
+    The returned module is recompiled. The module that a pass receives may still have its old code.
 
     Args:
-        gm: a joint graph with a `JointSignature` in ``meta["signature"]``; passes may change it.
-        example_inputs: what each pass is given as its second argument.
-        passes: callables; keyword arguments are given by `functools.partial`.
+        gm: a joint graph with a `JointSignature` in ``meta["signature"]``. Passes may change it.
+        example_inputs: the second argument of each pass.
+        passes: callables. Bind their keyword arguments with `functools.partial`.
         earlier: names of passes that were applied before; errors list them.
 
     Raises:
@@ -139,12 +139,12 @@ def _named(target: Any) -> Any:
     return target if hasattr(target, "_schema") else getattr(target, "__name__", target)
 
 
-#: these give bitwise the same results. This is the order in which they are applied.
+#: Passes that preserve results bitwise, in the order in which they are applied.
 NUMERICS_PRESERVING: tuple[JointPass, ...] = (remove_dead_code, merge_equal_calls)
 
 
 def pass_named(name: str) -> JointPass:
-    """The pass of that name.
+    """The pass with this name.
 
     Raises:
         OptionError: there is none.

@@ -1,9 +1,9 @@
-"""Remove calls without effect whose value nothing reads.
+"""Remove calls that have no effect and whose value nothing reads.
 
-In: a joint graph. Out: the same without them. Every placeholder stays. Calls are kept that write to an
-argument, draw random numbers (which moves the generator), print, assert or wait, with everything that their
-arguments need. As in every ahead-of-time compiler, an error that only a removed call would raise is not
-raised.
+In: a joint graph. Out: the same graph without them. Every placeholder stays. A call stays, with everything on
+which its arguments depend, if it writes to an argument, draws random numbers (which advances the generator),
+prints, asserts or waits. As in every ahead-of-time compiler, an error that only a removed call would raise is
+not raised.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def remove_dead_code(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> 
             gm.graph.erase_node(node)
     if has_lost_a_reader:
         gm.delete_all_unused_submodules()
-        gm.recompile()  # the code before reads them
+        gm.recompile()  # the old code reads the removed attributes
     return gm

@@ -1,17 +1,17 @@
-"""Of forward calls that compute the same, make the first only.
+"""Common-subexpression elimination for the forward: of several equal calls, keep the first.
 
-In: a joint graph. Out: the same, in which other calls read the first of equal ones. Autocast casts an
-activation anew for each layer that reads it, such as those for queries, keys and values; and what a backward
-reads of each cast would be kept.
+In: a joint graph. Out: the same graph, in which readers of later equal calls read the first. For example,
+autocast casts an activation once for each layer that reads it, such as the projections to queries, keys and
+values, and the backward would save each cast that it reads.
 
-Only calls of torch's own operators are merged that give memory of their own or show that of others, do not
-draw random numbers, and are not marked for recomputation in different ways. What a user can see stays apart:
-he may change one result, and not the other.
+We merge only calls of torch's own operators that return new memory or a view, draw no random numbers, and
+have the same recomputation marks. We do not merge values visible to the user, who may modify one result and
+not the other.
 
-Calls far from one another are merged only if the backward reads the result of each, as of the attention mask
-that every layer of T5 makes for itself: all of them would be kept, now one is. It is made as early as it can
-be, so that layers that were equal still are. What is not kept in any case stays apart: kept from the first
-layer for all others it would take memory.
+Distant calls are merged only if the backward reads all of them, like the attention mask that every layer of
+T5 computes for itself: all copies would be saved, now one is. The remaining call moves to its earliest
+possible place, so that identical layers remain identical. Other distant calls are not saved anyway, and
+merging them would hold the first layer's value until the last layer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from retrograd.graph.joint import JointSignature, output_values
 from retrograd.graph.reach import reached
 from retrograd.graph.structure import token_of
 
-#: calls between two that are near one another, at most: fewer than a layer of a transformer has.
+#: The largest distance, in calls, at which calls count as near: less than a layer of a transformer.
 _NEAR = 48
-#: what a call is marked with, besides where it comes from.
+#: ``meta`` keys that must be the same in equal calls.
 _MARKS = ("recompute", "ac_graph_id", "custom")
 
 
 def merge_equal_calls(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Merge equal calls of `gm`, in place; its signature stands in ``meta["signature"]``."""
+    """Merge equal calls of `gm`, in place. Its signature is in ``meta["signature"]``."""
     signature: JointSignature = gm.meta["signature"]
     results = output_values(gm.graph)[: signature.forward_count]
     visible = set(reached((one for one in results if isinstance(one, fx.Node)), aliased_inputs))
@@ -56,7 +56,7 @@ def merge_equal_calls(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
 
 
 def _equal_calls(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Those of `calls` that compute the same, and there are several of, each time in their order."""
+    """Groups of two or more of `calls` that compute the same, each in graph order."""
     groups: dict[Hashable, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
     for node in calls:
@@ -71,8 +71,8 @@ def _equal_calls(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _merged(calls: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """What is left of equal calls if each that reads anything, and has the last one left near before it, is
-    replaced by that."""
+    """The calls that remain after each call with inputs is replaced by the last remaining one, if that is
+    near."""
     left = [calls[0]]
     for node in calls[1:]:
         if node.all_input_nodes and place[node] - place[left[-1]] <= _NEAR:
@@ -84,8 +84,10 @@ def _merged(calls: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> list[fx.N
 
 
 def _merge_far(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Of each group of `equal` calls, merge those that the backward reads. Their operands are the same, or
-    stand in another group."""
+    """In each group of `equal` calls, merge those that the backward reads.
+
+    Their operands are the same, or belong to another group.
+    """
     repeated = {node for calls in equal for node in calls}
     merged = []
     for calls in equal:
