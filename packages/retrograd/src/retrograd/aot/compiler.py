@@ -63,7 +63,7 @@ def compile(
         cudagraphs: capture the code in CUDA graphs, and replay them where that is safe. What the forward
             saves stays in the graphs' memory. ``retrograd.explain()`` says why a call is not replayed.
         regions: compile repeated structure, such as the layers of a deep model, once if that pays off. A
-            number sets from how many autograd nodes on it does. User-written backends get complete graphs.
+            number is the fewest autograd nodes for which it does. User-written backends get complete graphs.
 
     Returns:
         A callable with the arguments and results of the captured function.

@@ -1,8 +1,8 @@
 """Find the inputs that a call need not hold until its backward.
 
-A region may have to run in eager, for a second derivative, for example. We then re-run the function, so a
-call holds its inputs. Eager holds less: only what its nodes saved. If everything that eager saved can be
-computed from what we saved, the re-run receives zeros for an input, and we then overwrite what its nodes
+A region may have to run in eager, for example for a second derivative. We then re-run the function, so a call
+holds its inputs. Eager holds less: only what its nodes saved. If everything that eager saved can be computed
+from what we saved, the re-run receives zeros for an input, and we then overwrite what the nodes of the re-run
 saved. So the call need not hold that input.
 
 `releasable`. In: the autograd graph at the end of a trace. Out: a `Droppable`, in the metadata of the joint

@@ -7,7 +7,7 @@ can reach.
 in their old order.
 
 `finished_backward` moves recomputed calls of a region to just before their first use, so that their results
-live only as long as needed. `finished_forward` moves calls that are only saved next to their inputs.
+live only as long as needed. `finished_forward` moves calls whose results are only saved next to their inputs.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ _NOTHING: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 def needed_between(
     given: Iterable[fx.Node], wanted: Sequence[Any], instead: Mapping[fx.Node, fx.Node] = _NOTHING
 ) -> set[fx.Node]:
-    """All nodes that `wanted` depends on, up to `given` and without it.
+    """All nodes that `wanted` depends on, except `given` and what only `given` depends on.
 
     `instead` maps nodes to others that are read in their place.
     """
@@ -229,11 +229,11 @@ def copied_call(value: fx.Node, before: fx.Node | None = None) -> fx.Node:
 
 
 def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
-    """Reorder an extracted forward graph: move each call that is only saved to right after its inputs, or, if
-    it reads only placeholders, to their first use.
+    """Reorder an extracted forward graph: move each call whose result is only saved to right after its
+    inputs, or, if it reads only placeholders, to their first use.
 
-    Such calls come from the backward, so they stand behind all layers. There, their inputs would have to stay
-    in memory and be read once more. Next to its own layer, the backend can fuse such a call with it.
+    Such calls come from the backward, so they follow all layers. There, their inputs would have to stay in
+    memory and be read once more. Next to its own layer, the backend can fuse such a call with it.
 
     Args:
         gm: the graph.

@@ -5,9 +5,9 @@ whatever cannot be written.
 
 `load`. In: such a file. Out: the joint graph without its function; anything that needs the function raises.
 
-A file that does not match its hash is refused. Loading executes nothing from the file: it unpickles,
-evaluates and imports nothing. We do not compress, so memory is proportional to file size. We do not use
-torch's own archives of programs, because loading them runs code from the file.
+A file that does not match its hash is refused. Loading executes nothing from the file: we use no pickle,
+evaluate no text and import no names. We do not compress, so memory is proportional to file size. We do not
+use torch's own archives of programs, because loading them runs code from the file.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _read_joint(reader: Reader) -> JointGraph:
         fake_mode=reader.mode,
         in_spec=None if body["in_spec"] is None else _read_spec(reader, body["in_spec"]),
     )
-    # The report says, as after a pass, that we cannot retrace for other cotangent strides: we copy those.
+    # As after a pass, a report marks a graph that we cannot retrace: we copy cotangents with other strides.
     return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 

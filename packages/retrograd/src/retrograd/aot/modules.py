@@ -103,7 +103,7 @@ class ModuleState:
         """The modules' current tensors."""
         return [places[0][0][places[0][1]] for places in self.places]
 
-    # what a capture relies on
+    # checks that a capture relies on
 
     def is_intact(self) -> bool:
         """Whether structure, tied tensors and attributes are unchanged."""

@@ -115,7 +115,7 @@ def expect(module: torch.nn.Module) -> None:
         processes.boot()
 
 
-# what a partition depends on
+# the key of a partition
 
 
 def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:

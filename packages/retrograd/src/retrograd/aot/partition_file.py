@@ -163,7 +163,7 @@ class _Recapture:
 
     @cached_property
     def _made(self) -> Sequence[LazyGraph]:
-        return writing_ahead(partition(self.joint(), self._policy)).graphs  # Inductor's, which takes writes
+        return writing_ahead(partition(self.joint(), self._policy)).graphs  # Inductor accepts writes
 
     def joint(self) -> JointGraph:
         """The joint graph, captured again."""
@@ -171,7 +171,7 @@ class _Recapture:
 
 
 class _RecapturedGraph(JointGraph):
-    """A joint graph without its graph module: we capture the function again if that is used."""
+    """A joint graph without its graph module. When the module is used, we capture the function again."""
 
     _recapture: Any
 

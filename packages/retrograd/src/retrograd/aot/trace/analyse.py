@@ -248,7 +248,8 @@ class Analysis:
         return self._computed(output, list(self._sharing[key].values()))
 
     def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
-        """The first input that contains `output`, among the inputs that share its memory."""
+        """The first input that contains `output`, among the inputs that share its memory. If no input
+        contains it, the first that shares its memory."""
         if len(sources) == 1:
             return sources[0]
         entries = self._inputs.entries
@@ -303,8 +304,8 @@ class Analysis:
 def _is_strided_outside(
     tensor: torch.Tensor, fake: torch.Tensor, strided: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> bool:
-    """Whether the function read memory outside of `tensor`, a mutated input, by ``as_strided``. If the input
-    does not begin at the start of its memory, any such call counts: its new value in the graph does."""
+    """Whether the function read memory outside of `tensor`, a mutated input, by ``as_strided``. Any such call
+    counts unless the input's storage offset is 0, because its new value in the graph has offset 0."""
     key, offset = storage_key(tensor), fake.storage_offset()
     is_first = type(offset) is int and offset == 0
     return any(

@@ -68,8 +68,8 @@ class RegionInterpreter:
         number: the number of the region.
         around: makes a context in which a node is called.
         checks: whether to refuse NaN gradients, as anomaly mode does.
-        by_dtype: the destinations whose dtype affects their gradient, because we cast a gradient to it or
-            added several in it.
+        by_dtype: the destinations whose dtype affects their gradient, because we cast a gradient to it or sum
+            several in it.
     """
 
     graph: LiveGraph
@@ -113,8 +113,8 @@ class RegionInterpreter:
         return self._found
 
     def leading_to(self, wanted: Collection[Destination]) -> list[int]:
-        """The region's nodes that lead to a wanted destination, in order. Numbers of contributions are
-        ignored."""
+        """The region's nodes that lead to a wanted destination, in order. Separately numbered contributions
+        to one gradient count as one destination."""
         region, leading = self.structure.regions[self.number], set[int]()
         asked = {replace(there, number=0) for there in wanted}
         for index in reversed(region.nodes):

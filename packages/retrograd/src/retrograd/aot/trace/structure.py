@@ -8,7 +8,7 @@ tensor. So a backward reaches all nodes of a region or none, whichever outputs t
 from one region into another is a boundary. (No two regions wait for each other: an edge that is no visible
 boundary leads to nodes that as many roots reach, or more.)
 
-An optimizer in backward frees each leaf's gradient as soon as it has accumulated, so eager holds few
+If hooks free each leaf's gradient as soon as it has accumulated (an optimizer in backward), eager holds few
 gradients at a time, while a region returns all its gradients at once. Regions may therefore be cut into
 blocks, each of which ends with a node that completes the gradient of such a leaf.
 """
@@ -212,7 +212,7 @@ class _RegionDivision:
             if place < len(nodes) - 1 and not any(first <= place < last for first, last in sums)
         ]
 
-    # what crosses from region to region
+    # edges between regions
 
     def _leading_to_primals(self) -> set[int]:
         """The nodes from which a gradient reaches a primal. The others differentiate a view made under
