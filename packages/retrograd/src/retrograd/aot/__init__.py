@@ -1,10 +1,10 @@
-"""Staged AOTAutograd: a function becomes a joint graph, which can be changed, compiled, or exported.
+"""Staged AOTAutograd: capture a function as a joint graph, which you can change, compile or export.
 
 >>> from retrograd import aot
 >>> joint = aot.capture(aot.create_state(fn, args))
 >>> fn = aot.compile(aot.partition(joint, "min_cut"), forward="inductor")
 
-Every stage is a plain function from one frozen value to another. You may stop after any stage and go on
+Every stage is a plain function from one frozen value to another. You may stop after any stage and continue
 later.
 """
 

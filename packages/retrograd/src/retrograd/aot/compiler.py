@@ -1,9 +1,10 @@
-"""Fourth stage: a `Partition` becomes a callable with real autograd. And all stages in one call.
+"""Fourth stage: a `Partition` becomes a callable with real autograd. Also runs all stages in one call.
 
-In: forward and backward graphs, and a backend for each; or a `CaptureState` and checked choices. Out: a
-`Compiled`, called like what was captured. It refuses inputs that are not like those of the capture;
-``aot.function`` captures again for them. Of all stages together, the `CompiledFunction` in it; the report and
-the logs are told what was captured.
+`compile`. In: a `Partition` and a backend for each of its graphs. Out: a `Compiled`, called like the captured
+function. It refuses inputs unlike the captured ones; ``aot.function`` captures again for those.
+
+`run_stages`. In: a `CaptureState` and a `Config`. Out: a `CompiledFunction`, the core of a `Compiled`. The
+report and the logs record what was captured.
 """
 
 from __future__ import annotations
@@ -51,26 +52,25 @@ def compile(
     cudagraphs: bool = False,
     regions: bool | int = True,
 ) -> Compiled:
-    """Compile both halves.
+    """Compile the forward and backward graphs.
 
     Args:
-        partition: from ``partition``. One may be compiled several times, with different backends.
-        forward, backward: a backend's name, or a callable ``(gm, example_inputs) -> callable``; the
-            backward's is the forward's if not given.
-        lazy: compile each region's backward when it first runs, for the layout of what was saved; else at
-            once.
-        cudagraphs: record what the code does on a CUDA device, and replay it where that is safe; what the
-            forward saves stays in the recording's memory. Where it is not, ``retrograd.explain()`` says why.
-        regions: compile structure that repeats itself, such as the layers of a deep model, once, where that
-            is worth it; a number: from so many autograd nodes on it is. User-written backends get whole
-            graphs.
+        partition: from ``partition``. It may be compiled several times, with different backends.
+        forward, backward: a backend's name, or a callable ``(gm, example_inputs) -> callable``. The
+            backward's default is the forward's backend.
+        lazy: compile each region's backward when it first runs, for the actual strides of the saved tensors.
+            If False, compile it now.
+        cudagraphs: capture the code in CUDA graphs, and replay them where that is safe. What the forward
+            saves stays in the graphs' memory. ``retrograd.explain()`` says why a call is not replayed.
+        regions: compile repeated structure, such as the layers of a deep model, once if that pays off. A
+            number is the fewest autograd nodes for which it does. User-written backends get complete graphs.
 
     Returns:
-        A callable that takes what the captured function takes, and returns what it returns.
+        A callable with the arguments and results of the captured function.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
-        Exception: whatever a backend raises.
+        OptionError: an option has an invalid value.
+        Exception: a backend raised it.
     """
     find_backend(forward, "forward")
     config = Config(backend=forward, backward=backward, cudagraphs=cudagraphs, regions=regions)
@@ -80,8 +80,8 @@ def compile(
 def compile_with(
     partition: Partition, config: Config, report: Report, lazy: bool = True, keep: KeptPartition | None = None
 ) -> CompiledFunction:
-    """The same for choices that are checked already; `report` is told what runs eagerly later. A partition
-    that was not known on disk is kept there, while other processes begin to compile it."""
+    """`compile`, for a `config` that has been checked. `report` records what runs eagerly later. If `keep` is
+    given, worker processes begin to compile the partition, and we write it to disk meanwhile."""
     ahead = find_backend(config.backend)
     behind = ahead if config.backward is None else find_backend(config.backward, "backward")
     half = _forward_half(partition, lazy)
@@ -95,7 +95,7 @@ def compile_with(
         for region in regions:
             region.begin_in_processes()
         keep.write(partition)
-    # What it gives besides the function's own values may stay where it is.
+    # Results other than the function's own values may stay in the pool's memory.
     results = len(partition.ahead.summary.results)
     kept = {place: place for place in range(partition.joint.signature.forward_count, results)}
     values = Values(kept, memory=memory if partition.backwards else None)
@@ -107,7 +107,8 @@ def compile_with(
 
 
 def _forward_half(partition: Partition, lazy: bool) -> GraphKind:
-    """What is saved may have any strides, unless the backward is compiled before they are known."""
+    """The kind of the forward graph. The backend may choose strides for saved tensors, unless the backward is
+    compiled before we know them."""
     saved = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
     visible = partition.joint.signature.forward_count + (0 if lazy else saved)
     return GraphKind(is_inference=not partition.backwards, visible=visible)
@@ -117,7 +118,7 @@ class Compiled:
     """A compiled joint graph with real autograd.
 
     Attributes:
-        code: what runs, for flat inputs that are known to fit.
+        code: the compiled code, for flat inputs that have been checked.
     """
 
     def __init__(self, code: CompiledFunction) -> None:
@@ -128,24 +129,24 @@ class Compiled:
 
     @property
     def partition(self) -> Partition:
-        """What it was made of."""
+        """The partition that was compiled."""
         return self.code.partition
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it like what was captured; a module's parameters and buffers are those that it has now.
+        """Call it like the captured function, with a module's current parameters and buffers.
 
         Raises:
-            CallError: arguments unlike those of the capture.
+            CallError: the arguments are unlike the captured ones.
         """
         call, flat = self._state.call, self._flattened(args, kwargs)
         return self.flat([*(call.state.current() if isinstance(call, FlatCall) else ()), *flat])
 
     def with_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it with parameters and buffers by name, such as ``module.state_dict(keep_vars=True)``: what
-        required grad at capture has to require it now.
+        """Call it with parameters and buffers by name, such as ``module.state_dict(keep_vars=True)``. Tensors
+        that required grad at capture must require it now.
 
         Raises:
-            CallError: a name is missing, or inputs are unlike those of the capture.
+            CallError: a name is missing, or inputs are unlike the captured ones.
         """
         check("state", state, (Mapping, "tensors by name, as mod.state_dict(keep_vars=True) gives them"))
         flat = self._flattened(args, kwargs)
@@ -166,7 +167,7 @@ class Compiled:
         """Call it with flat inputs: a module's parameters and buffers first, then the arguments.
 
         Raises:
-            CallError: inputs unlike those of the capture.
+            CallError: the inputs are unlike the captured ones.
         """
         if not isinstance(leaves, (list, tuple)):
             raise self._error(
@@ -203,7 +204,7 @@ _ANEW = "capture it for such inputs too, or use aot.function, which does"
 
 
 def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
-    """What makes `value` another kind of input than `leaf`."""
+    """How `value` differs from the captured input `leaf`, as texts for an error."""
     if not isinstance(leaf.value, torch.Tensor):
         if leaf.kind is None and not is_same(leaf.value, value):
             yield f"was {leaf.value!r} at capture, and is {value!r}"
@@ -228,7 +229,7 @@ def _differences(leaf: Leaf, value: Any, offsets_matter: bool) -> Iterator[str]:
         yield f"{'required' if leaf.requires_grad else 'did not require'} grad at capture"
 
 
-def run_stages(  # noqa: PLR0913 - what all stages together need
+def run_stages(  # noqa: PLR0913 - all stages together need these
     state: CaptureState,
     config: Config,
     report: Report,
@@ -242,13 +243,13 @@ def run_stages(  # noqa: PLR0913 - what all stages together need
     """Capture, apply passes, partition and compile.
 
     Args:
-        state: what to capture.
-        config: the choices.
-        report: is told of the graph and of what runs as eager.
+        state: the function to capture.
+        config: the user's options.
+        report: records the graph, and what runs eagerly.
         split_at_leaf_grads: as in ``aot.capture``.
         lazy: as in ``aot.compile``.
         ended_by: as in `GraphReport`.
-        graph: from Dynamo, if that is all that `state` calls; then partitions are kept on disk.
+        graph: a graph from Dynamo, if `state` calls nothing else. We then cache the partition on disk.
         first: as in `capture_divided`.
     """
     backend = find_backend(config.backend)
@@ -288,10 +289,10 @@ def _described(partition: Partition, ended_by: str) -> GraphReport:
 
 
 def find_named(config: Config) -> None:
-    """Look up what the choices name.
+    """Check that the backends and passes that `config` names exist.
 
     Raises:
-        OptionError: there is no such backend or pass.
+        OptionError: a backend or pass does not exist.
     """
     find_backend(config.backend)
     if config.backward is not None:

@@ -1,15 +1,16 @@
-"""Inputs that a call need not hold until its backward.
+"""Find the inputs that a call need not hold until its backward.
 
-A region may have to run as eager runs it: for a second derivative, say. Then the function is run again, and
-for that a call holds what it was given. Eager holds less: what its nodes have saved. Where all of that can be
-made of what the compiled forward has saved, a second run gets zeros in place of an input, and what its nodes
-have saved of them gives way to the right values. So nobody need hold the input.
+A region may have to run in eager, for example for a second derivative. We then re-run the function, so a call
+holds its inputs. Eager holds less: only what its nodes saved. If everything that eager saved can be computed
+from what we saved, the re-run receives zeros for an input, and we then overwrite what the nodes of the re-run
+saved. So the call need not hold that input.
 
-In: at the end of a trace, the autograd graph. Out: `Droppable`, in the metadata of the joint graph. Calls
-whose results eager saves are marked with ``meta["saved_for"]``.
+`releasable`. In: the autograd graph at the end of a trace. Out: a `Droppable`, in the metadata of the joint
+graph. It also marks each call whose result eager saves with ``meta["saved_for"]``.
 
-In: a joint graph and its partition. Out: the numbers of the primals that are released; and when a region runs
-again, `RestoreSaved`, which gives the nodes of that run what eager's would have saved.
+`released`. In: a joint graph and its partition. Out: the numbers of the primals that calls release.
+
+`RestoreSaved`. In: the autograd graph of a re-run. Out: its nodes hold what eager's would have saved.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from retrograd.runtime.modes import without_autocast
 from retrograd.runtime.subclass import PLAIN
 from retrograd.trace import JointTracer, bytes_of, plain
 
-#: bytes of an input that it is worth while to let go of.
+#: we release inputs of at least this many bytes.
 FEWEST_BYTES = 1 << 20
 
 
@@ -46,9 +47,9 @@ class NodeSave:
     """A tensor that an autograd node saves, and that may depend on a releasable primal.
 
     Attributes:
-        node, name: the node, by its place in the graph.
-        attribute, place: where the node has the tensor; `place` is that in a list, None if it is alone.
-        regions: those that the node belongs to or is below of, whose gradients have it in their history.
+        node, name: the node's index in the graph, and its name.
+        attribute, place: the node's attribute that holds the tensor, and the index in it if it is a list.
+        regions: the regions that contain the node or lead to it; it is in the history of their gradients.
     """
 
     node: int
@@ -60,11 +61,11 @@ class NodeSave:
 
 @dataclass(frozen=True)
 class Droppable:
-    """What is known when a function has been traced.
+    """What a trace finds out about releasing inputs.
 
     Attributes:
-        primals: by number, those on which the function can be run with other elements.
-        saves: what eager's nodes save of them, as numbered in ``meta["saved_for"]``.
+        primals: the numbers of the primals whose elements a re-run may replace by zeros.
+        saves: the saved tensors that depend on them; ``meta["saved_for"]`` refers to these by index.
     """
 
     primals: frozenset[int]
@@ -78,10 +79,14 @@ def releasable(
     inputs: Inputs,
     updates: Iterable[Update],
 ) -> Droppable | None:
-    """What may be released, if a trace has got as far as the autograd graph; None if nothing may.
+    """The primals that may be released, and what eager saves of them. None if there are none.
 
     Args:
-        graph: the autograd graph. regions: their nodes in it. updates: what the function does to its inputs.
+        tracer: holds the traced forward.
+        graph: the autograd graph.
+        regions: the nodes of each region in it.
+        inputs: the inputs of the trace.
+        updates: the function's mutations of its inputs.
     """
     primals = _large_inputs(inputs, updates)
     if not primals:
@@ -110,8 +115,8 @@ def releasable(
 
 
 def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
-    """Numbers of the primals that it may be worth while to let go of: large ones with a history. None where
-    wrapper subclasses are among the inputs, of which the graph takes the parts."""
+    """The numbers of the primals that are worth releasing: large ones that require grad and are no leaves. If
+    an input is a wrapper subclass, there are none, because the graph takes its inner tensors."""
     if any(primal.wrapping is not PLAIN for primal in inputs.primals):
         return set()
     kept = {update.primal for update in updates}
@@ -129,8 +134,8 @@ def _large_inputs(inputs: Inputs, updates: Iterable[Update]) -> set[int]:
 
 
 def _is_harmless(node: fx.Node, reaching: Mapping[fx.Node, int]) -> bool:
-    """Whether the call can be made with zeros in place of large inputs: it raises for no elements of what
-    depends on them (`reaching`)."""
+    """Whether the call can run with zeros in place of the large inputs: no elements of its arguments that
+    depend on them (see `reaching`) can make it raise."""
     if node.op != "call_function" or node.target is operator.getitem or is_number(node):
         return not depends_on_data(node)
     if not is_operator_overload(node.target) or node.target.namespace not in ("aten", "prims"):
@@ -144,13 +149,13 @@ def _is_harmless(node: fx.Node, reaching: Mapping[fx.Node, int]) -> bool:
 def released(
     joint: JointValues, saved: Sequence[Saved], backwards: Sequence[RegionBackward]
 ) -> frozenset[int]:
-    """Numbers of the primals that calls need not hold."""
+    """The numbers of the primals that calls need not hold."""
     found: Droppable | None = joint.gm.meta.get("releasable")
     if found is None or getattr(joint, "reports", None):
         return frozenset()
     wanted = _saved_by_eager(joint)
     if len(wanted) < len(found.saves):
-        return frozenset()  # what no gradient reads was left out of the graph
+        return frozenset()  # Dead-code removal dropped a saved tensor that no gradient reads.
     numbers = {primal_name(i): i for i in found.primals}
     left = set(found.primals)
     for number, backward in enumerate(backwards):
@@ -165,13 +170,13 @@ def released(
 
 
 def _saved_by_eager(joint: JointValues) -> dict[NodeSave, fx.Node]:
-    """What eager's nodes save, and the calls that make it."""
+    """The tensors that eager's nodes save, and the calls that compute them."""
     saves = joint.gm.meta["releasable"].saves
     return {saves[i]: node for node in joint.gm.graph.nodes for i in node.meta.get(SAVED_FOR, ())}
 
 
 class RestoreSaved:
-    """What the nodes of a second run, which got zeros for some inputs, are given instead."""
+    """Replaces what the nodes of a re-run saved, if the re-run received zeros for some inputs."""
 
     def __init__(self, partition: Partition, number: int) -> None:
         joint = partition.joint
@@ -188,15 +193,15 @@ class RestoreSaved:
         self._run = without_autocast(EagerBackend().compile(gm, ()))
 
     def __call__(self, graph: LiveGraph, kept: Sequence[Any], primals: Sequence[Any]) -> None:
-        """Give the nodes of `graph` what they would have saved.
+        """Overwrite what the nodes of `graph` saved with what they would have saved for the real inputs.
 
         Args:
-            graph: of the second run.
-            kept: what the region has saved.
-            primals: of the call; what is released has the right sizes, and zeros.
+            graph: the autograd graph of the re-run.
+            kept: the tensors that we saved for the region.
+            primals: the primals of the call; released ones are zeros of the right sizes.
 
         Raises:
-            CaptureError: the second run went another way than the trace.
+            CaptureError: the re-run took another path than the trace.
         """
         args = [kept[place] for place in self._kept] + [primals[i] for i in self._primals]
         with torch.no_grad():

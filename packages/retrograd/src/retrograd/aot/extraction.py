@@ -1,10 +1,13 @@
-"""Parts of a joint graph: which calls belong to which half, which values share memory; and cutting one out.
+"""Alias analysis and subgraph extraction for joint graphs.
 
-In: a joint graph; values that are given and values that are wanted. Out: for each node the one whose memory
-it shows, and which of those a user can see; a graph module of its own, with the calls between the values in
-their old order. In the graph of a region, what is computed again stands just before its first use, so that
-it is in memory only as long as it is needed; in that of the forward, what is only saved stands with what it
-is made of.
+`memory_of`. In: a joint graph. Out: a `Memory`: the owners of each node's memory, and which of them the user
+can reach.
+
+`extract`. In: a joint graph, input nodes and wanted nodes. Out: a new graph module with the calls in between,
+in their old order.
+
+`finished_backward` moves recomputed calls of a region to just before their first use, so that their results
+live only as long as needed. `finished_forward` moves calls whose results are only saved next to their inputs.
 """
 
 from __future__ import annotations
@@ -31,24 +34,24 @@ _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUT
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a call belongs to the backward half."""
+    """Whether a call belongs to the backward."""
     return bool(node.meta.get("is_backward", False))
 
 
 def backward_nodes(gm: fx.GraphModule, region: int | None = None) -> list[fx.Node]:
-    """The calls of the backward half, or of one region of it."""
+    """The calls of the backward, or of one of its regions."""
     nodes = [node for node in gm.graph.nodes if is_backward(node)]
     return nodes if region is None else [node for node in nodes if node.meta["region"] == region]
 
 
 def read_by_backward(gm: fx.GraphModule, region: int | None = None) -> list[fx.Node]:
-    """What those calls read that they do not make: values of the forward half, and cotangents."""
+    """The inputs of `backward_nodes`: values that the forward computes, and cotangents."""
     read = [value for node in backward_nodes(gm, region) for value in node.all_input_nodes]
     return [value for value in dict.fromkeys(read) if not is_backward(value)]
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether the user wants it to be computed again."""
+    """Whether the user asks for the value to be recomputed."""
     return node.op == "call_function" and node.meta.get("recompute") in _RECOMPUTED
 
 
@@ -59,12 +62,13 @@ def is_number(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Memory:
-    """Sharing of memory in one joint graph.
+    """Which nodes of a joint graph share memory.
 
     Attributes:
-        owners: by node, the nodes whose memory it may share; itself if it has its own.
-        primals, outputs: placeholders and forward outputs, by node their number. (A node may be given twice.)
-        kept_by_eager: owners of which the backward half reads some alias: eager keeps them.
+        owners: for each node, the nodes whose memory it may share; the node itself if it shares none.
+        primals, outputs: the numbers of the primals' placeholders and of the forward outputs. (One node may
+            be two outputs.)
+        kept_by_eager: the owners that eager keeps alive, because the backward reads an alias of them.
     """
 
     owners: Mapping[fx.Node, frozenset[fx.Node]]
@@ -73,12 +77,12 @@ class Memory:
     kept_by_eager: frozenset[fx.Node]
 
     def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
-        """The owners of all memory that `nodes` share; a node that is new to the graph has its own."""
+        """The owners of all memory that `nodes` share. A node added since the analysis owns its memory."""
         return frozenset[fx.Node]().union(*(self.owners.get(node, (node,)) for node in nodes))
 
     @cached_property
     def unkept(self) -> frozenset[fx.Node]:
-        """Owners that the user can reach, and so change, and that eager does not keep."""
+        """Owners that the user can reach, and so overwrite, and that eager does not keep alive."""
         return self.of(*self.primals, *self.outputs) - self.kept_by_eager
 
     def is_forbidden(self, node: fx.Node) -> bool:
@@ -102,7 +106,7 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
     kept = [
         value
         for value in read_by_backward(gm)
-        if value not in inside  # what a checkpoint computes is kept for what is outside of it only
+        if value not in inside  # A value inside a checkpoint is kept only for readers outside of it.
         or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
     ]
     kept += [node for node in results[count:] if isinstance(node, fx.Node)]
@@ -110,13 +114,14 @@ def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
 
 
 def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:
-    """Those that a region makes, in the joint graph."""
+    """The nodes of the joint graph that are a region's gradients."""
     roles = zip(output_values(joint.gm.graph), joint.signature.outputs, strict=True)
     return [node for node, role in roles if isinstance(role, Gradient) and role.region == region]
 
 
 def elements_read(wanted: Iterable[fx.Node], given: Collection[str] = ()) -> list[fx.Node]:
-    """Of whose elements, not only sizes, `wanted` is made, if nodes of the names in `given` are known."""
+    """The nodes whose elements, not only sizes, `wanted` is computed from. The search stops at nodes with the
+    names in `given`."""
 
     def unknown(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return [node for node in nodes if node.name not in given]
@@ -129,15 +134,15 @@ def elements_read(wanted: Iterable[fx.Node], given: Collection[str] = ()) -> lis
 
 
 def primals_read(joint: JointValues, wanted: Iterable[fx.Node]) -> set[int]:
-    """Numbers of the primals of whose elements, not only of their sizes, `wanted` are computed."""
+    """The numbers of the primals whose elements, not only sizes, `wanted` are computed from."""
     found = set(elements_read(wanted))
     inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.inputs, strict=True)
     return {role.index for node, role in inputs if isinstance(role, Primal) and node in found}
 
 
 def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Sequence[Any]) -> frozenset[int]:
-    """Numbers of the leaves whose gradient lies in memory that the backward reads too, or gives to others: a
-    hook that changes the gradient in place changes it for them."""
+    """The numbers of the leaves whose gradient shares memory that the backward also reads, or that another
+    gradient shares. A hook that changes such a gradient in place would change the other value too."""
     owners = memory_owners(gm.graph.nodes)
     reading = [node for node in gm.graph.nodes if node in owners[node] and node.op != "output"]
     roles = [*zip(output_values(gm.graph), signature.outputs, strict=True)]
@@ -154,8 +159,8 @@ def leaves_sharing(gm: fx.GraphModule, signature: JointSignature, primals: Seque
 
 
 def overwritten_unread(joint: JointValues) -> set[int]:
-    """Numbers of the primals that a call writes, and of whose elements before that no gradient is made, such
-    as the statistics of a normalisation: whatever is in them, the call has the same gradients again."""
+    """The numbers of the primals that a call writes, and whose old elements no gradient depends on, such as
+    running statistics of a batch norm. Repeating the call gives the same gradients whatever they contain."""
     graph, signature = joint.gm.graph, joint.signature
     wanted = [node for node in output_values(graph)[signature.forward_count :] if isinstance(node, fx.Node)]
     matter = primals_read(joint, [*wanted, *filter(has_effect, graph.nodes)])
@@ -169,7 +174,7 @@ _NOTHING: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 def needed_between(
     given: Iterable[fx.Node], wanted: Sequence[Any], instead: Mapping[fx.Node, fx.Node] = _NOTHING
 ) -> set[fx.Node]:
-    """All nodes on which `wanted` depends, not going beyond `given`, without those themselves.
+    """All nodes that `wanted` depends on, except `given` and what only `given` depends on.
 
     `instead` maps nodes to others that are read in their place.
     """
@@ -190,8 +195,8 @@ def extract(
     instead: Mapping[fx.Node, fx.Node] = _NOTHING,
     also: Sequence[fx.Node] = (),
 ) -> fx.GraphModule:
-    """The part of `gm` that computes `wanted` (nodes or constants) of `given`, which become its placeholders;
-    and calls that are to be made `also`, for what they do.
+    """The subgraph of `gm` that computes `wanted` (nodes or constants) from `given`, which become its
+    placeholders. The calls in `also` are included for their effects, and `instead` is as in `needed_between`.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
 
@@ -213,7 +218,7 @@ def extract(
 
 
 def copied_call(value: fx.Node, before: fx.Node | None = None) -> fx.Node:
-    """A call that copies `value`; it stands before a node, or where the value is made."""
+    """Insert a call that copies `value`, before a node or right after `value` is computed."""
     graph = value.graph
     if before is None:
         before = (graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value).next
@@ -224,12 +229,15 @@ def copied_call(value: fx.Node, before: fx.Node | None = None) -> fx.Node:
 
 
 def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
-    """The forward graph, once it is cut out: what is computed only to be saved stands behind what it reads,
-    or, if it reads nothing but inputs, at their first use. So it is fused with its own layer. It came from
-    the backward half, behind all layers: there, what it reads was read again, and kept until then.
+    """Reorder an extracted forward graph: move each call whose result is only saved to right after its
+    inputs, or, if it reads only placeholders, to their first use.
+
+    Such calls come from the backward, so they follow all layers. There, their inputs would have to stay in
+    memory and be read once more. Next to its own layer, the backend can fuse such a call with it.
 
     Args:
-        gm: the graph. count: how many results, from the first, are the function's own.
+        gm: the graph.
+        count: how many of the first results are the function's own.
     """
     graph = gm.graph
     if any(map(is_mutating, graph.nodes)):
@@ -250,8 +258,8 @@ def finished_forward(gm: fx.GraphModule, count: int) -> fx.GraphModule:
 
 
 def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph of a region, once it is cut out: what is computed again stands late; views may be copies,
-    since a backend may give what is saved another layout than tracing did."""
+    """Finish an extracted region's graph: move recomputed calls late, and replace ``view`` by ``reshape``,
+    because a backend may give saved tensors other strides than the traced ones."""
     _recompute_late(gm.graph)
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.view.default:
@@ -261,8 +269,8 @@ def finished_backward(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _recompute_late(graph: fx.Graph) -> None:
-    """Change the order of `graph` in place: what is computed again stands before its first use, and results
-    of one call stay together."""
+    """Reorder `graph` in place: move each recomputed call to just before its first use, and keep the results
+    of one call together."""
     waiting = {
         node
         for node in graph.nodes
@@ -281,7 +289,7 @@ def _recompute_late(graph: fx.Graph) -> None:
 
 
 def _put_in_order(graph: fx.Graph, place: Mapping[fx.Node, Any]) -> None:
-    """Sort the nodes by `place`; those of one place stay in their order."""
+    """Sort the nodes by `place`; nodes with equal places stay in their order."""
     output = graph.output_node()
     for node in sorted(graph.nodes, key=place.__getitem__):
         if node is not output:

@@ -1,11 +1,13 @@
-"""Joint graphs in files.
+"""Write joint graphs to files, and load them.
 
-In: a `JointGraph` and a file. Out: a file of a heading, JSON, and the bytes of tensors; of such a file, the
-joint graph again, without its function: what needs the function again says so. What cannot be written is
-refused by its name. A hash tells a file that has changed since it was written; it is refused. Loading runs
-nothing that stands in the file: no pickle, no text that is evaluated, no name that is imported. Nothing is
-compressed, so that a file takes memory in proportion to its size. torch's own archives of programs are not
-used: loading them runs what they say.
+`export`. In: a `JointGraph`. Out: a file with a heading, JSON, and the bytes of tensors. An error names
+whatever cannot be written.
+
+`load`. In: such a file. Out: the joint graph without its function; anything that needs the function raises.
+
+A file that does not match its hash is refused. Loading executes nothing from the file: we use no pickle,
+evaluate no text and import no names. We do not compress, so memory is proportional to file size. We do not
+use torch's own archives of programs, because loading them runs code from the file.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 from retrograd.trace import Form, new_fake_mode
 from retrograd.version import VERSION
 
-#: of the files that are written; files of another one are refused.
+#: the version of the file format; `load` refuses files of another one.
 SCHEMA = 9
 
 _FORMAT = "retrograd-joint-graph"
@@ -51,20 +53,20 @@ _FILE = (
     "a path, or an open binary file",
 )
 
-#: what of a joint graph is written as it is.
+#: the attributes of a joint graph that are written unchanged.
 FIELDS = tuple(
     one.name
     for one in fields(JointValues)
     if one.name not in ("state", "gm", "out_spec", "offsets_matter", "options")
 )
-#: what of the `CaptureOptions`. What else there is matters only to a capture, and a file holds no function.
+#: the `CaptureOptions` that are written. The others matter only to a capture, and a file holds no function.
 _OPTIONS = ("single_region", "split_at_leaf_grads", "separate_sums")
 
 _WAY_OUT = "return clones of views, and plain constants; unwrap tensor subclasses before the call"
 
 
 def _document(joint: JointValues, writer: Writer) -> dict[str, Any]:
-    """All of `joint`, without the elements of the tensors that it holds.
+    """All of `joint` as JSON data, except the elements of its tensors.
 
     Raises:
         ExportError: something cannot be written.
@@ -87,7 +89,7 @@ def _document(joint: JointValues, writer: Writer) -> dict[str, Any]:
 
 
 def serialize_trace(joint: JointValues, writer: Writer) -> dict[str, Any]:
-    """What tracing found besides the graph: what its inputs and outputs mean.
+    """The results of tracing other than the graph, as JSON data: what its inputs and outputs mean.
 
     Raises:
         ExportError: something cannot be written.
@@ -101,7 +103,7 @@ def serialize_trace(joint: JointValues, writer: Writer) -> dict[str, Any]:
     if any(wrapping is not PLAIN for wrapping in joint.gradients.values()):
         _refuse("subclass", "a gradient is a tensor subclass", "gradients", _WAY_OUT)
     for number, plan in enumerate(joint.outputs):
-        _written(writer, f"output {number}", plan)  # whose number an error names
+        _written(writer, f"output {number}", plan)  # so that an error names the output's number
     return {
         "out_spec": _written_spec(writer, "outputs", joint.out_spec),
         "options": writer.write(tuple(getattr(joint.options, name) for name in _OPTIONS)),
@@ -126,11 +128,11 @@ def _refuse(code: str, text: str, node: str, way_out: str) -> NoReturn:
 
 
 def _read_joint(reader: Reader) -> JointGraph:
-    """What `_document` wrote.
+    """Read what `_document` wrote.
 
     Raises:
-        VerificationError: it breaks a law of joint graphs.
-        Exception: it is nothing that was written so, or does not fit this torch.
+        VerificationError: the graph breaks a law of joint graphs.
+        Exception: the data is malformed, or does not fit this torch.
     """
     body = reader.body
     gm, found = reader.graph(body["graph"]), read_trace(body, reader)
@@ -144,15 +146,15 @@ def _read_joint(reader: Reader) -> JointGraph:
         fake_mode=reader.mode,
         in_spec=None if body["in_spec"] is None else _read_spec(reader, body["in_spec"]),
     )
-    # As after a pass, nothing can trace the graph again for cotangents laid out otherwise: they are copied.
+    # As after a pass, a report marks a graph that we cannot retrace: we copy cotangents with other strides.
     return JointGraph(state=state, gm=gm, reports=(PassReport("load", 0.0),), **found)
 
 
 def read_trace(written: Mapping[str, Any], reader: Reader) -> dict[str, Any]:
-    """What `serialize_trace` wrote, as fields of a `JointGraph`.
+    """Read what `serialize_trace` wrote, as fields of a `JointGraph`.
 
     Raises:
-        Exception: it is nothing that was written so.
+        Exception: the data is malformed.
     """
     found = {name: reader.read(written[name]) for name in FIELDS}
     options = CaptureOptions(*reader.read(written["options"]))
@@ -167,7 +169,7 @@ def _read_spec(reader: Reader, written: Any) -> TreeSpec:
 
 
 class _Absent:
-    """Stands for the function of a joint graph that was loaded."""
+    """Stands for the function of a loaded joint graph; a call raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -187,7 +189,7 @@ class _Absent:
 
 
 def _bytes_of(writer: Writer) -> tuple[list[Any], bytes]:
-    """How each tensor lies in memory, and what stands there, one after the other."""
+    """The form (shape, strides, dtype) of each tensor, and the bytes of all tensors, concatenated."""
     table: list[Any] = []
     parts: list[bytes] = []
     for tensor in writer.tensors:
@@ -202,10 +204,10 @@ def _bytes_of(writer: Writer) -> tuple[list[Any], bytes]:
 
 
 def _tensors_of(reader: Reader, table: Sequence[Any], data: bytes) -> list[torch.Tensor]:
-    """What `_bytes_of` wrote.
+    """Read what `_bytes_of` wrote.
 
     Raises:
-        Exception: it is nothing that was written so.
+        Exception: the data is malformed.
     """
     found: list[torch.Tensor] = []
     start = 0
@@ -226,18 +228,18 @@ def _tensors_of(reader: Reader, table: Sequence[Any], data: bytes) -> list[torch
 
 @checked(joint=(JointGraph, "what aot.capture returned"), file=_FILE)
 def export(joint: JointGraph, file: File) -> None:
-    """Write `joint` to `file`, a path or an open binary file.
+    """Write `joint` to `file`.
 
-    Parameters and buffers are inputs of the graph, so they are not in the file. Tensors that the function
-    found by itself, and that do not require grad, are kept by value.
+    Parameters and buffers are inputs of the graph, so they are not in the file. Captured closure tensors that
+    do not require grad are stored by value.
 
     Args:
         joint: from ``capture``, perhaps changed by passes.
-        file: is written anew.
+        file: a path, which is overwritten, or an open binary file.
 
     Raises:
-        ExportError: it has symbolic sizes, or refers to something of this process, such as a function or a
-            tensor that is trained.
+        ExportError: `joint` has symbolic sizes, or refers to something in this process, such as a function or
+            a closure tensor that requires grad.
         VerificationError: the graph breaks a law of joint graphs.
         OSError: the file cannot be written.
     """
@@ -255,14 +257,17 @@ def export(joint: JointGraph, file: File) -> None:
 
 @checked(file=_FILE)
 def load(file: File) -> JointGraph:
-    """The joint graph in `file`, as `export` wrote it.
+    """Load a joint graph that `export` wrote.
 
-    It can be changed, partitioned and compiled; ``Compiled.with_state`` takes a module's state by name. The
-    function itself is not in the file: what needs it again raises `CaptureError` (second derivatives, a
-    backward under autocast, cotangents of another kind). A cotangent of another layout is copied.
+    You can change, partition and compile it; ``Compiled.with_state`` takes a module's state by name. The file
+    does not contain the function, so second derivatives, a backward under autocast, and cotangents of another
+    kind raise `CaptureError`. A cotangent with other strides is copied.
+
+    Args:
+        file: a path, or an open binary file.
 
     Raises:
-        LoadError: the file is damaged, holds no joint graph, is of another version, or does not fit the
+        LoadError: the file is damaged, holds no joint graph, has another version, or does not fit the
             installed torch.
         MissingFileError: there is no such file, or it cannot be opened.
     """

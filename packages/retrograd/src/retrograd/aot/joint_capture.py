@@ -1,12 +1,12 @@
 """Second stage: a `CaptureState` becomes a `JointGraph`.
 
-In: a function and fake inputs. Out: one graph that computes the outputs and, of cotangents, the gradients;
-what the call does in place, and which outputs share memory with what.
+In: a function and fake inputs. Out: one graph that computes the outputs and, from cotangents, the gradients;
+the call's in-place mutations; and which outputs share memory with other tensors.
 
-The function runs once, functionalised, with autograd on. Then the autograd graph that it left is divided into
-regions, and each region is run by hand, so that the joint graph adds up gradients as eager does. Some inputs
-have to enter in another way: one that is not a leaf and is changed in place, or two that share memory if one
-of them is changed. If the run shows this, it is repeated.
+We run the function once, functionalised, with autograd on. Then we divide the resulting autograd graph into
+regions and run each region by hand, so that the joint graph sums gradients as eager does. Some inputs must
+enter in another way: a non-leaf that is changed in place, and inputs that share memory if one of them is
+changed. If the run shows such an input, we repeat it.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class JointGraph(JointValues):
     See `JointValues` for the other attributes.
 
     Attributes:
-        reports: what each pass that was applied did, in order.
+        reports: the report of each applied pass, in order.
     """
 
     reports: tuple[PassReport, ...] = ()
 
     def apply(self, *passes: AnyPass | str, **options: Any) -> JointGraph:
-        """The joint graph with `passes` applied, in order; this one stays as it is.
+        """A new joint graph with `passes` applied in order; this one does not change.
 
         Args:
-            passes: each is ``pass(gm, example_inputs, **options) -> gm`` and may change the `gm` that it is
-                given; or the name of one of our own (``retrograd.passes.aten``).
-            options: keyword arguments of the pass; there must be only one then.
+            passes: each is ``pass(gm, example_inputs, **options) -> gm``, which may change its `gm`; or the
+                name of one of ours (``retrograd.passes.aten``).
+            options: keyword arguments of the pass. There must be exactly one pass then.
 
         Raises:
             PassError: a pass raised (its error is the cause), or returned no graph module.
@@ -95,14 +95,14 @@ class JointGraph(JointValues):
 
     @property
     def example_inputs(self) -> tuple[Any, ...]:
-        """Fake tensors and symbolic numbers like the primals and cotangents."""
+        """Fake tensors and symbolic numbers that describe the primals and cotangents."""
         return tuple(node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder"))
 
     def print_readable(self, *, sources: bool = True) -> str:
-        """The graph as code, each placeholder and each output with its role; it is returned, not printed.
+        """Return (not print) the graph as code, with the role of each placeholder and output.
 
         Args:
-            sources: whether the lines of the forward's source stand where their calls begin.
+            sources: whether to show each line of the forward's source above its first call.
         """
         return rendered(self.gm.graph, self.signature, sources)
 
@@ -124,22 +124,22 @@ def capture(
 
     Args:
         state: from `create_state`.
-        single_region: differentiate all outputs together, as stock AOTAutograd does, instead of keeping
-            eager's structure.
-        split_at_leaf_grads: end regions where gradients of leaves are complete, so that hooks see these
-            gradients one by one and they need not all exist at once. The bits stay the same, and each piece
-            costs a call.
-        separate_sums: hand over the contributions to the gradient of one input one by one, so that they are
-            added in eager's order to those of other functions. They occupy memory until the region ends.
-        layouts: strides of cotangents, by boundary. Other cotangents have the layout of their values if these
-            are dense; otherwise they are contiguous.
-        backward_autocast: those that are on in the backward.
+        single_region: differentiate all outputs together, as stock AOTAutograd does, instead of dividing the
+            backward into eager's regions.
+        split_at_leaf_grads: end a region where the gradient of a leaf is complete, so that hooks see these
+            gradients one by one, and not all of them are alive at once. The result stays bitwise equal. Each
+            extra region costs a call.
+        separate_sums: return each contribution to the gradient of an input separately, so that they can be
+            added to those of other functions in eager's order. They occupy memory until the region ends.
+        layouts: strides of cotangents, by boundary. Any other cotangent has the strides of its value if that
+            is dense, and is contiguous otherwise.
+        backward_autocast: the autocast settings that are on in the backward.
 
     Returns:
-        The joint graph. If nothing requires grad (or grad mode is off) it has no backward half.
+        The joint graph. If nothing requires grad (or grad mode is off), it has no backward.
 
     Raises:
-        CaptureError: the function does what a graph cannot hold; the cause is chained.
+        CaptureError: the function does something that a graph cannot represent; the cause is chained.
     """
     options = CaptureOptions(single_region, split_at_leaf_grads, separate_sums, layouts, backward_autocast)
     return capture_divided(state, options)[0]
@@ -148,8 +148,8 @@ def capture(
 def capture_divided(
     state: CaptureState, options: CaptureOptions, first: FirstRun | None = None
 ) -> tuple[JointGraph, Structure]:
-    """The same, with the division of eager's autograd graph. The run of the function is followed by `first`,
-    which may finish it eagerly."""
+    """`capture`, also returning the division of eager's autograd graph. If given, `first` follows the
+    function's run and may finish it eagerly."""
     call, leaves = state.call, [leaf.value for leaf in state.leaves]
     with call.unchanged(leaves, first) if isinstance(call, FlatCall) else nullcontext():
         found: tuple[JointGraph, Structure] = outside_of_graph_task(
@@ -194,7 +194,7 @@ def _captured(
 
 @dataclass
 class _Attempt:
-    """One run of the function."""
+    """One attempt to trace the function."""
 
     state: CaptureState
     plan: InputWrapping
@@ -208,7 +208,7 @@ class _Attempt:
         with functional_mode(not self.state.decompositions, inputs.look_at):
             inputs.enter()
             result = inputs.call()
-            # A pytree would make a tuple of a size.
+            # As a pytree node, a torch.Size would become a tuple.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             flat = [*map(inputs.as_traced, flat)]
             self.analysis = Analysis(inputs, flat)
@@ -218,7 +218,7 @@ class _Attempt:
                 return (0,)
             before = inputs.mutations(flat)
             for value in self.analysis.values:
-                value.parts()  # views are taken anew of what was changed: that is no part of the backward
+                value.parts()  # This regenerates views of mutated tensors, before the backward starts.
             self.backward = differentiate(tracer, inputs, self.analysis, self.options)
             if inputs.mutations(flat) != before:
                 raise Refusal("backward-effect", "its backward changes a tensor that others can see")
@@ -277,8 +277,8 @@ class _Attempt:
 
 
 def _refuse_fakes(gm: fx.GraphModule) -> None:
-    """No tensor that the graph holds may be one of the trace's. What makes a graph inside the function, as
-    ``torch.func.linearize`` does, keeps tensors in it that nobody knows again afterwards."""
+    """Refuse a graph that holds a fake tensor. A function that builds a graph inside, as
+    ``torch.func.linearize`` does, stores tensors of the trace in it, which we cannot map to values."""
     for node in gm.graph.find_nodes(op="get_attr"):
         value = attrgetter(node.target)(gm)
         if isinstance(value, torch.Tensor) and is_fake(value):
@@ -289,9 +289,8 @@ _aten = torch.ops.aten
 
 
 def _tidy(gm: fx.GraphModule) -> None:
-    """Leave out what only tracing needed: aliases that stand for the very tensor, tensors that hold a number,
-    running statistics that a batch norm in training does not read, calls that nothing reads, and calls that
-    were made just before."""
+    """Remove what only tracing needed: aliases that equal their input, tensors that hold one number, the
+    running statistics that a training batch norm does not read, dead code, and duplicate calls."""
     without_tokens(gm.graph)
     _write_numbers(gm)
     for node in gm.graph.nodes:
@@ -312,8 +311,8 @@ _NUMBERS = frozenset(
 
 
 def _write_numbers(gm: fx.GraphModule) -> None:
-    """``torch.tensor(2.0, device=...)`` is made on its device at once. As traced, it was a tensor on the host
-    that the graph holds, and a copy, for which the device has to be waited for in each call."""
+    """Create ``torch.tensor(2.0, device=...)`` directly on its device. The trace has a host tensor, held by
+    the graph, and a copy to the device, which would synchronise with the device in each call."""
     for fresh in gm.graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default):
         held: Any = fresh.args[0]
         value = attrgetter(held.target)(gm) if held.op == "get_attr" else None
@@ -321,7 +320,7 @@ def _write_numbers(gm: fx.GraphModule) -> None:
             continue
         for node in (*fresh.users, fresh):
             if (made := node.meta.get("val")) is None:
-                continue  # the output
+                continue  # the output node
             is_copy = node.target is _aten._to_copy.default and made.dtype in _NUMBERS
             if node is not fresh and not (is_copy and made.is_floating_point() == value.is_floating_point()):
                 continue

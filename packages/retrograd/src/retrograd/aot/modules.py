@@ -1,9 +1,11 @@
-"""A function of modules and pytrees as a function of flat inputs.
+"""Turn a function of modules and pytrees into a function of flat inputs.
 
-In: a function, modules, and how the arguments are nested. Out: `FlatCall`, with a name and a kind for each
-flat input; and `ModuleState`, which has the modules' tensors (a tied one once), calls with others in their
-place, and says whether what a capture relies on is as it was: structure, ``training`` flags, hooks, and which
-attributes there are: plain values, other objects, and what is in lists, dictionaries and sets of a few.
+`ModuleState`. In: modules. Out: their parameters and buffers (a tied one once). It can replace them during a
+call, and checks that what a capture relies on has not changed: structure, ``training`` flags, hooks,
+attributes, and the contents of attributes that are short lists, dictionaries or sets.
+
+`FlatCall`. In: a function, a `ModuleState`, and how the arguments are nested. Out: a callable on flat inputs,
+with a name and a kind for each input.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def are_all_modules_hooked() -> bool:
-    """Whether there are hooks of all modules of the process."""
+    """Whether any global module hooks are registered."""
     return any(getattr(torch_module, name) for name in _GLOBAL_HOOKS)
 
 
@@ -42,10 +44,10 @@ class ModuleState:
     """The tensors and settings of some modules.
 
     Attributes:
-        roots: the modules, as they were given.
-        names, kinds, tensors: of each tensor, parameters first.
-        places: for each tensor, the dictionaries that hold it, with its name there.
-        token: stands for it among inputs.
+        roots: the given modules.
+        names, kinds, tensors: the name, kind and value of each tensor; parameters come first.
+        places: for each tensor, the dictionaries that hold it, with its key in each.
+        token: an input that a guard checks by identity, in place of this state.
     """
 
     roots: tuple[nn.Module, ...] = ()
@@ -65,7 +67,7 @@ class ModuleState:
         """The state of `roots`.
 
         Raises:
-            CaptureError: a parameter or buffer that is not initialised yet.
+            CaptureError: a parameter or buffer is not initialised yet.
         """
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
         both = {PrimalKind.PARAMETER: "_parameters", PrimalKind.BUFFER: "_buffers"}
@@ -98,13 +100,13 @@ class ModuleState:
         return state
 
     def current(self) -> list[torch.Tensor]:
-        """The tensors that are in these places now."""
+        """The modules' current tensors."""
         return [places[0][0][places[0][1]] for places in self.places]
 
-    # what a capture relies on
+    # checks that a capture relies on
 
     def is_intact(self) -> bool:
-        """Whether structure, tied tensors and attributes are what they were."""
+        """Whether structure, tied tensors and attributes are unchanged."""
         return (
             self._structure == self._structure_now()
             and all(
@@ -135,7 +137,7 @@ class ModuleState:
         return tuple([module.training for module in self._modules])
 
     def has_hooks(self) -> bool:
-        """Whether any of the modules, or all modules of the process, have hooks."""
+        """Whether any of the modules has hooks, or a global module hook is registered."""
         if RemovableHandle.next_id != self._hooks_seen:
             self._hooks_seen = RemovableHandle.next_id
             self._hooked = [m for m in self._modules if any(getattr(m, name) for name in _HOOKS)]
@@ -147,7 +149,8 @@ class ModuleState:
 
     @contextmanager
     def replaced(self, tensors: Sequence[Any]) -> Iterator[None]:
-        """The modules with `tensors` in place of their own. What they assign anew meanwhile stays."""
+        """Inside, the modules hold `tensors` instead of their own. If a module reassigns one meanwhile, the
+        new value stays."""
         before = self.current()
         try:
             self._place(before, tensors)
@@ -163,19 +166,21 @@ class ModuleState:
 
 
 def _copied(value: Any) -> Any:
-    """A list, dictionary or set again; other values as they are. Longer ones are constants, like objects."""
+    """A copy of a short list, dictionary or set, to detect changes in place. Longer ones are constants, like
+    objects."""
     is_short = type(value) in (list, dict, set) and len(value) <= MOST_ITEMS
     return type(value)(value) if is_short else value
 
 
 @dataclass(frozen=True)
 class FlatCall:
-    """Calls `fn` with the state of its module, if it is one, and arguments nested as `spec` says.
-
-    Called with flat inputs: the tensors of `state` first, then the arguments.
+    """Calls `fn` with flat inputs: the tensors of `state` first, then the arguments.
 
     Attributes:
-        shows_arguments: whether, of the call that it is captured for, arguments are `shown` as they are.
+        fn: the function or module.
+        state: the state of all modules in the call.
+        spec: how the arguments are nested.
+        shows_arguments: whether the captured call passes some arguments as real tensors (see `shown`).
     """
 
     fn: Callable[..., Any]
@@ -184,10 +189,10 @@ class FlatCall:
     shows_arguments: bool = False
 
     def __call__(self, leaves: Sequence[Any], first: FirstRun | None = None) -> Any:
-        """What `fn` returns. If `first` is given, this is the run that it follows.
+        """Call `fn` and return its result. If `first` is given, it follows this run.
 
         Raises:
-            Refusal: `fn` changes the containers of its arguments.
+            Refusal: `fn` changes a container among its arguments.
         """
         count, had_grad = len(self.state.tensors), torch.is_grad_enabled()
         tensors, given = leaves[:count], list(leaves[count : count + self.spec.num_leaves])
@@ -215,15 +220,15 @@ class FlatCall:
         return result
 
     def unchanged(self, leaves: Sequence[Any], first: FirstRun | None) -> AbstractContextManager[None]:
-        """Inside, it is captured: what it changes in Python is as `held.unchanged` says."""
+        """The context in which `fn` is captured: see `tracer_leaks.unchanged` for Python side effects."""
         return unchanged(self.fn, self.state._modules, leaves, first)
 
     def shown(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """By place, the real tensors that `fn` is given as they are: those of its modules, and arguments of
-        which it may ask for the class or for attributes.
+        """By place, the real tensors that `fn` gets instead of traced ones: those of its modules, and
+        arguments whose class or attributes it may ask for.
 
         Args:
-            leaves: the real inputs; none if they are not at hand.
+            leaves: the real inputs; empty if they are not available.
         """
         real = dict(enumerate(leaves or self.state.current()))
         count = len(self.state.tensors)
@@ -236,8 +241,8 @@ class FlatCall:
         }
 
     def names(self, leaves: Sequence[Any]) -> list[str]:
-        """``layer.weight``, ``args[0]['x']``, or the keyword; numbers where a container has no names for its
-        parts."""
+        """The name of each flat input: ``layer.weight``, ``args[0]['x']``, or the keyword. Arguments are only
+        numbered if the pytree has no paths."""
         count = len(self.state.tensors)
         arguments, others = leaves[count:][: self.spec.num_leaves], leaves[count + self.spec.num_leaves :]
         names = [f"input {i}" for i in range(len(arguments))]
@@ -247,7 +252,7 @@ class FlatCall:
         return [*self.state.names, *names, *("what its modules hold" for _ in others)]
 
     def kinds(self, leaves: Sequence[Any]) -> list[PrimalKind]:
-        """What each flat input is to the user."""
+        """The kind of each flat input: parameter, buffer or argument."""
         return [*self.state.kinds, *[PrimalKind.ARGUMENT] * (len(leaves) - len(self.state.tensors))]
 
 

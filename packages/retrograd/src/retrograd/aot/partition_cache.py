@@ -1,17 +1,17 @@
-"""Partitions on disk, so that another process neither traces nor cuts the same graph again.
+"""On-disk cache of partitions, so that another process need not trace and partition the same graph.
 
-In: a `CaptureState`, the graph from Dynamo that it calls, and the choices. Out: the `Partition` that an
-earlier process made of the same, or None; a file for the next process.
+In: a `CaptureState`, the graph from Dynamo that it calls, and the config. Out: the `Partition` that an
+earlier process made for the same key, or None; a file for the next process.
 
-`partition_file` says what a file holds. Reading it runs nothing that stands there. It stands beside
-Inductor's files, and whatever keeps Inductor from using its cache holds here as well. It is written under
-another name first, so that no process sees half of it. What cannot be written is not kept, and what is read
-as another graph is not used.
+`partition_file` defines the file format. Reading a file executes nothing from it. Files are next to
+Inductor's, and whatever disables Inductor's cache disables this one too. We write to a temporary name first,
+so that no process reads a partial file. Unserialisable graphs are not cached. A file that does not decode to
+the same graph is ignored.
 
-Its name is a hash of all that a capture, a cut and a division depend on: the graph, its inputs, modes,
-options, decompositions, this package's sources, and what Inductor's own cache depends on. A graph that this
-cannot name (functions that are not torch's, tensors that the graph holds, symbolic sizes and numbers, the
-user's passes, modes and hooks) is refused.
+The file name is a hash of everything that capture, partition and division depend on: the graph, its inputs,
+modes, options, decompositions, this package's sources, and the key of Inductor's own cache. We refuse a graph
+that we cannot hash: one with functions that are not torch's, tensors held by the graph, symbolic sizes or
+numbers, or the user's passes, modes or hooks.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _log = AOT_LOGS["cache"]
 
 @dataclass(frozen=True)
 class KeptPartition:
-    """The place of one partition on disk.
+    """The cache entry of one partition, which may not exist yet.
 
     Attributes:
-        state: of which it is.
-        config: the choices.
-        file: where it stands, or will.
+        state: the state that is captured.
+        config: the user's options.
+        file: the path of the entry.
     """
 
     state: CaptureState
@@ -59,14 +59,14 @@ class KeptPartition:
     file: Path
 
     def read(self) -> Partition | None:
-        """The partition that an earlier process wrote; None if there is none, or none that can be read."""
+        """The partition that an earlier process wrote. None if there is no file, or it cannot be read."""
         try:
             data, config = self.file.read_bytes(), self.config
             found = read_partition(data, self.state, config.partitioner, config.single_region)
         except FileNotFoundError:
             counters["kept_partition_misses"] += 1
             return None
-        except Exception as error:  # damaged, foreign, or of operators that are not here
+        except Exception as error:  # damaged, of another format, or with operators that are not registered
             _log.info("%s is not used: %s", self.file, first_line(error))
             counters["kept_partition_misses"] += 1
             return None
@@ -75,7 +75,7 @@ class KeptPartition:
         return found
 
     def write(self, made: Partition) -> None:
-        """Keep `made`, and in which parts each of its graphs is compiled, if that can be written."""
+        """Write `made` and the division of each of its graphs to disk, if they can be serialised."""
         try:
             data = serialize_partition(made)
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ class KeptPartition:
 
 
 def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> KeptPartition | None:
-    """Where the partition of `state` stands, which calls `gm`; None if it cannot be named.
+    """The cache entry for the partition of `state`; None if we cannot compute its key.
 
     Args:
-        state: whose sizes are static.
-        gm: from Dynamo.
-        config: the choices.
+        state: a state that calls `gm`. Symbolic sizes give no key.
+        gm: the graph from Dynamo.
+        config: the user's options.
     """
     try:
         name = hashlib.sha256(json.dumps(_depends_on(state, gm, config)).encode()).hexdigest()
@@ -105,7 +105,8 @@ def kept_partition(state: CaptureState, gm: fx.GraphModule, config: Config) -> K
 
 
 def expect(module: torch.nn.Module) -> None:
-    """`module` will be compiled: have other processes start, if it is deep and nothing is kept here yet."""
+    """Announce that `module` will be compiled. If it is deep and no partition is cached yet, we start the
+    worker processes now."""
     try:
         is_new = not Path(cache_folder(), "retrograd").exists()
     except Refusal:
@@ -114,15 +115,15 @@ def expect(module: torch.nn.Module) -> None:
         processes.boot()
 
 
-# what a partition depends on
+# the key of a partition
 
 
 def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
-    """All of it, as plain data that is the same in each process.
+    """Everything that a partition depends on, as plain data that is the same in each process.
 
     Raises:
-        Refusal: something has no name.
-        Exception: whatever Inductor says against keeping something.
+        Refusal: something cannot be part of a key.
+        Exception: Inductor refuses to cache something.
     """
     backend = find_backend(config.backend)
     own = isinstance(config.partitioner, str) and isinstance(config.backward, str | None)
@@ -156,8 +157,8 @@ def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether it is a symbolic number, or a tensor of which a size is one. One that Dynamo has fixed since
-    has no symbol any more, and is one still: the graph says the same for other values."""
+    """Whether the value is a symbolic number, or a tensor with a symbolic size. A symbolic number counts even
+    after Dynamo has specialised it, because the graph is the same for other values of it."""
     return isinstance(value, _SYMBOLIC) or (isinstance(value, torch.Tensor) and is_symbolic(value))
 
 
@@ -175,10 +176,10 @@ _OF_TORCH = ("torch", "_operator", "math")
 
 
 def _function(target: Any) -> str:
-    """The name of a function that is torch's own or Python's.
+    """The name of a function that torch or Python defines.
 
     Raises:
-        Refusal: it is another one, or stands for one.
+        Refusal: something else defines the function, or it may wrap such a function.
     """
     if is_operator_overload(target):
         name = str(target)

@@ -1,9 +1,9 @@
-"""A partition as bytes, for another process, and back.
+"""Serialise a partition for another process, and read it back.
 
-In: a `Partition`, with the `Division` of each of its graphs. Out: a file of two pieces: JSON that says what a
-process needs that finds all code compiled: the different parts of each graph and their order, and what inputs
-and outputs mean; and JSON of the graphs themselves, which is read when somebody asks for one. What is read
-costs as much as there are different layers.
+In: a `Partition`, with the `Division` of each of its graphs. Out: a file of two pieces of JSON. The first
+suffices if all code is compiled already: the distinct subgraphs of each graph, their order, and what inputs
+and outputs mean. The second holds the complete graphs, and we decode it only if one is used. So reading
+takes time in proportion to the number of distinct layers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
 
 
 def serialize_partition(made: Partition) -> bytes:
-    """All of `made`, of whose graphs the division must be known.
+    """Serialise `made`. The division of each of its graphs must be known.
 
     Raises:
         Refusal: something cannot be written.
-        ExportError: likewise, in a graph.
+        ExportError: something in the joint graph's metadata cannot be written.
     """
     joint: Any = made.joint
     if joint.options.split_at_leaf_grads or joint.reports:
@@ -55,11 +55,11 @@ def serialize_partition(made: Partition) -> bytes:
 
 
 def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_region: bool) -> Partition:
-    """What `serialize_partition` wrote; the others are what the partition was made of.
+    """Read what `serialize_partition` wrote, given the arguments with which that partition was made.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError, AttributeError: it is nothing that was written so, or
-            does not fit this torch.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: the data is malformed, or does not fit
+            this torch.
     """
     first, rest = unpacked(data)
     reader = Reader(json.loads(first), state.fake_mode)
@@ -86,13 +86,13 @@ def _saved(entries: Sequence[Any]) -> tuple[Saved, ...]:
 
 
 def name_graphs(made: Partition, data: bytes) -> None:
-    """Name the graphs of `made`, which is written as `data`, by the hash in its heading."""
+    """Name the graphs of `made` after the hash in the heading of `data`, its serialised form."""
     fingerprint = heading_of(data)["sha256"]
     for i, graph in enumerate(made.graphs):
         graph.known_as = f"{fingerprint} {i}"
 
 
-# a graph: its parts
+# the subgraphs of a graph
 
 
 def _serialize_half(graph: LazyGraph, writer: Writer) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _fingerprint(gm: fx.GraphModule) -> str:
     return hashlib.sha256(str(gm.graph).encode()).hexdigest()
 
 
-# what is seldom asked for
+# complete graphs, which are seldom used
 
 
 def _serialize_whole(gm: fx.GraphModule) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def _serialize_whole(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 class _Recapture:
-    """Graphs that are read when somebody asks for them, or captured again if they cannot be read."""
+    """Decodes complete graphs on demand, or captures the function again if they cannot be decoded."""
 
     def __init__(self, state: CaptureState, policy: Policy, is_single_region: bool, rest: bytes) -> None:
         self._state, self._policy, self._is_single_region = state, policy, is_single_region
         self._rest = rest
 
     def graph(self, number: int) -> fx.GraphModule:
-        """Graph `number`."""
+        """The graph with this number: 0 is the forward, the others are the backwards."""
         try:
             reader = Reader(json.loads(self._rest)[number], self._state.fake_mode)
             return _read_graph(reader.body, reader)
@@ -163,15 +163,15 @@ class _Recapture:
 
     @cached_property
     def _made(self) -> Sequence[LazyGraph]:
-        return writing_ahead(partition(self.joint(), self._policy)).graphs  # Inductor's, which takes writes
+        return writing_ahead(partition(self.joint(), self._policy)).graphs  # Inductor accepts writes
 
     def joint(self) -> JointGraph:
-        """The joint graph."""
+        """The joint graph, captured again."""
         return capture(self._state, single_region=self._is_single_region)
 
 
 class _RecapturedGraph(JointGraph):
-    """A joint graph of which all is known but its graph, for which the function is captured again."""
+    """A joint graph without its graph module. When the module is used, we capture the function again."""
 
     _recapture: Any
 
@@ -180,5 +180,5 @@ class _RecapturedGraph(JointGraph):
 
     @cached_property
     def gm(self) -> fx.GraphModule:
-        """The graph."""
+        """The graph module."""
         return self._recapture().gm

@@ -1,7 +1,7 @@
 """Third stage: a `JointGraph` becomes a `Partition`.
 
-In: a joint graph and a policy: torch's minimum cut, one of the two extremes, or the user's own. Out: a
-forward graph, a backward graph for each region, and what is saved between them.
+In: a joint graph and a policy: torch's minimum cut, save everything, recompute everything, or the user's own
+partitioner. Out: a forward graph, a backward graph for each region, and the list of saved values.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from retrograd.trace import places_of_symbols, symbols_in
 
 @checked(joint=(JointValues, "what aot.capture or aot.load returned"), policy=ALLOWED["partitioner"])
 def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
-    """Divide `joint`.
+    """Divide `joint` into forward and backward graphs.
 
     Args:
         joint: from ``capture``, perhaps changed by passes.
-        policy: ``"min_cut"``: torch's minimum cut, which recomputes what is cheap; ``"save_all"``: what eager
-            saves; ``"recompute_all"``: only inputs; or a callable in the form of torch's partitioners. Nodes
-            whose ``meta["recompute"]`` is a ``torch.utils.checkpoint.CheckpointPolicy`` are treated so.
+        policy: what to save. ``"min_cut"``: torch's minimum cut, which recomputes cheap values.
+            ``"save_all"``: what eager saves. ``"recompute_all"``: only inputs. Or a callable with the
+            signature of torch's partitioners. A ``torch.utils.checkpoint.CheckpointPolicy`` in a node's
+            ``meta["recompute"]`` is honoured.
 
     Raises:
-        VerificationError: the law of a partition would be broken: a backward reads what is not saved, or an
-            effect would happen twice.
+        VerificationError: a backward would read a value that is not saved, or an effect would happen twice.
     """
-    copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # which may be changed
+    copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # We change the copy.
     memory = memory_of(copy.gm, copy.signature)
     chosen = choose_saved(copy, memory, policy)
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
@@ -105,7 +105,7 @@ class _Division:
         return Partition(self.joint, lazy_graph(forward), described, backwards)
 
     def _read(self, wanted: Sequence[Any]) -> set[fx.Node]:
-        """The saved nodes that a region reads; numbers are saved, never computed again."""
+        """The saved nodes that a region reads. Numbers are always saved, never recomputed."""
         border, cotangents = self.chosen | set(self.primals), set(self.cotangents)
 
         def is_saved(node: fx.Node) -> bool:
@@ -128,8 +128,9 @@ class _Division:
         return set(filter(is_saved, found))
 
     def _with_symbols(self, read: set[fx.Node], cotangents: Sequence[fx.Node]) -> set[fx.Node]:
-        """`read`, and numbers for symbols that stand in it only as a part of something, such as ``s0 + 1``.
-        Code generators find a symbol where it stands by itself; what a number is made of, in numbers."""
+        """`read`, plus a number for each symbol that occurs in it only inside an expression, such as
+        ``s0 + 1``. Code generators read a symbol only from an input or size that is just that symbol, and the
+        symbols of a number only from other numbers."""
         given = [node.meta.get("val") for node in (*read, *cotangents)]
         missing = set[str]()
         for values in given, [value for value in given if not isinstance(value, torch.Tensor)]:
@@ -138,7 +139,7 @@ class _Division:
         return read | {self._number(*places[symbol]) for symbol in sorted(missing) if symbol in places}
 
     def _number(self, primal: int, dim: int | None) -> fx.Node:
-        """A primal that is a number, or the size of one that is a tensor."""
+        """A primal that is a number, or one size of a tensor primal."""
         node = self.primals[primal]
         if dim is None:
             return node
@@ -151,7 +152,7 @@ class _Division:
         return size
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
-        """Random numbers that the backward would draw again are drawn from the state that the forward had."""
+        """Make the backward redraw random numbers from the generator state that the forward used."""
         recomputed = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
         for node in list(self.joint.gm.graph.nodes):
             if node in recomputed and draws_random_numbers(node) and not is_backward(node):
@@ -193,7 +194,7 @@ class _Division:
         return finished_forward(forward, len(results)), tuple(described)
 
     def _own_memory(self) -> list[Any]:
-        """Forward results; those that are a primal itself, or one another, are copied."""
+        """The forward results. A result that shares memory with a primal or an earlier result is a copy."""
         taken = self.memory.of(*self.primals)
         results = list(self.forward_results)
         for place, node in enumerate(results):
@@ -240,7 +241,8 @@ class _Division:
         ]
 
     def _checked(self, number: int, read: list[fx.Node]) -> tuple[Saved, ...]:
-        """What eager keeps for a region, can be changed by the user, and is not saved as it is."""
+        """The tensors that eager saves for a region and the user can overwrite, if we do not save them
+        themselves."""
         memory = self.memory
         visible = {*memory.primals, *memory.outputs}
         owners = memory.of(*read_by_backward(self.joint.gm, number))

@@ -1,10 +1,10 @@
-"""Changes in place that a graph makes by itself.
+"""Reinplacing: let a forward graph write its input mutations itself.
 
-In: a `Partition` without backwards, such as an optimizer's step. Out: the same, whose forward graph writes
-new elements into its inputs, each as soon as nothing reads the old ones any more.
+In: a `Partition` without backwards, such as an optimizer's step. Out: an equal partition whose forward graph
+writes new elements into its inputs, each as soon as nothing reads the old ones any more.
 
-Other graphs give the new elements as results, and the call copies them into the inputs when nothing can fail
-any more. That takes memory for both, and it reads and writes all of them once more.
+Any other graph returns the new elements, and the call copies them into the inputs once nothing can fail any
+more. That needs memory for both, and reads and writes every element once more.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from retrograd.runtime.tensor import is_lazy
 
 
 def writing_ahead(partition: Partition) -> Partition:
-    """`partition`, or another one whose ``written_ahead`` says which inputs `ahead` writes."""
+    """Reinplace input mutations where possible. The result's ``written_ahead`` lists the primals that its
+    forward graph writes."""
     joint, summary = partition.joint, partition.ahead.summary
     checks = {str(one) for one, how in answers("raises").items() if how == "only"}
     has_effects = summary.has_effects_besides_random or not checks.isdisjoint(summary.targets)
     if partition.backwards or not joint.updates or has_effects:
-        return partition  # a call with effects cannot be undone
+        return partition  # We could not undo the call's effects.
     gm = copied_module(partition.forward, lazy_graph_module)
     forward: Sequence[Any] = joint.signature.outputs[: joint.signature.forward_count]
     places = {role.index: place for place, role in enumerate(forward)}
@@ -59,7 +60,7 @@ def writing_ahead(partition: Partition) -> Partition:
 
 
 def _simple(joint: JointValues) -> list[Update]:
-    """Updates of nothing but the elements of a tensor that is an input by itself."""
+    """The updates that change only elements, of a plain tensor input that shares no memory with others."""
     if any(primal.wrapping is not PLAIN for primal in joint.primals):
         return []
     uses = Counter(update.value for update in joint.updates)
@@ -75,14 +76,14 @@ def _simple(joint: JointValues) -> list[Update]:
 
 
 def _last_reads(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
-    """By value that owns memory, the last call that may read it, directly or through a view."""
+    """For each value that owns memory, the last call that may read it, directly or through a view."""
     owners = origins(graph.nodes, aliased_inputs)
     calls = (node for node in graph.nodes if node.op == "call_function")
     return {owner: node for node in calls for value in node.all_input_nodes for owner in owners[value]}
 
 
 def _is_written_as_it_is(value: fx.Node, target: fx.Node) -> bool:
-    """Whether `value`, which the graph computes, has the target's type and sizes."""
+    """Whether the graph computes `value`, with the dtype, device and sizes of `target`."""
     new, old = value.meta.get("val"), target.meta.get("val")
     return (
         value.op == "call_function"

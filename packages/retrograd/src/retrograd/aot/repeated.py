@@ -1,11 +1,11 @@
-"""Capture of a graph from Dynamo in which a block of calls is repeated, as the layers of a deep model are.
+"""Capture a graph from Dynamo that repeats a block of calls, as the layers of a deep model do.
 
-In: the state of the graph. Out: the `JointGraph` that tracing all of its calls would give. One copy of each
-kind is captured by itself; the others are instances of it (`trace.blocks`).
+In: a `CaptureState` that calls a `GraphCall`. Out: the `JointGraph` that tracing every call would give. We
+trace one copy of each kind of block; the others are instances of it (`trace.blocks`).
 
-A block qualifies if it has only tensor inputs and outputs, mutates nothing, and has at most one
-differentiable output, so that its autograd nodes run one after the other; and if no output is a view.
-Contributions to gradients leave it one by one, in eager's order.
+A block qualifies if it has only tensor inputs and outputs, mutates nothing, returns no view, and has at most
+one differentiable output, so that the engine runs its autograd nodes consecutively. Its backward returns each
+contribution to a gradient separately, in eager's order.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ from retrograd.trace import (
     switches_more,
 )
 
-#: calls that a copy must have, and copies that there must be.
+#: the fewest calls of a block, and the fewest copies of it.
 _LEAST, _COPIES = 6, 3
-#: how often the whole is traced again because a cotangent is laid out otherwise than expected.
+#: how often we trace the graph because a cotangent of a block has other strides than expected.
 _ATTEMPTS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class GraphCall:
-    """What a state calls that was made of a graph from Dynamo.
+    """The call of a state that was made for a graph from Dynamo.
 
     Attributes:
-        gm: the graph. module: the tensors that it holds, which come first among the values.
-        graph: blocks in place of that of `gm`.
+        gm: the graph.
+        module: the tensors that the graph holds; they come first among the input values.
+        graph: if given, runs in place of the graph of `gm`: repeated blocks are single calls in it.
     """
 
     gm: fx.GraphModule
@@ -70,13 +71,13 @@ class GraphCall:
     def __call__(self, values: Sequence[Any]) -> Any:
         """Run the graph."""
         count = len(self.module.tensors)
-        # If the graph leaves grad mode switched, that is done after each call, and not during the capture.
+        # If the graph leaves grad mode changed, each compiled call changes it afterwards; a capture must not.
         with self.module.replaced(values[:count]), torch.set_grad_enabled(torch.is_grad_enabled()):
             return run_graph(self.gm, values[count:], self.graph)
 
 
 def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGraph, Structure]:
-    """As `capture_divided`, of a state that calls a `GraphCall`."""
+    """`capture_divided` for a state that calls a `GraphCall`."""
     call: GraphCall = state.call  # type: ignore[assignment]
     kinds = _traced_kinds(state, call.gm) if _may_repeat(state, manner) else []
     if kinds:
@@ -86,7 +87,7 @@ def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGra
                 joint, structure = capture_divided(folded, manner)
                 if not manner.separate_sums or len(structure.regions) <= 1:
                     return replace(joint, state=state), structure
-                break  # contributions of several regions take turns, node by node
+                break  # Contributions of several regions interleave, node by node.
             except OtherCotangent as found:
                 kind = next(kind for kind in kinds if found.copy in kind.copies)
                 kind.expect(found.copy, found.form)
@@ -96,15 +97,15 @@ def capture_graph(state: CaptureState, manner: CaptureOptions) -> tuple[JointGra
 
 
 def _may_repeat(state: CaptureState, manner: CaptureOptions) -> bool:
-    """Whether copies may be written. What a call may let go of, and where gradients of leaves are handed
-    over, is told of eager's own autograd nodes."""
+    """Whether we may use instances of a block. Releasing inputs and splitting at leaf gradients need eager's
+    own autograd nodes, which instances do not have."""
     inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
     return not (inner or state.is_symbolic or manner.split_at_leaf_grads)
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Calls of the graph that follow each other, with what they read and what others read of them."""
+    """Consecutive calls of the graph, with the values that they read and the values that others read."""
 
     calls: Sequence[fx.Node]
     inputs: tuple[fx.Node, ...]
@@ -118,16 +119,19 @@ class _Block:
         return _Block(calls, tuple(inputs), tuple(outputs))
 
     def module(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The block by itself."""
+        """The block as a graph module."""
         return extract(gm, self.inputs, self.outputs, "block", also=self.calls)
 
 
 @dataclass(eq=False)
 class _Kind:
-    """Equal blocks.
+    """A set of equal blocks.
 
     Attributes:
-        blocks: in order; `copies` are called in their place.
+        state: the state of the graph.
+        gm: the graph.
+        blocks: the blocks, in order.
+        copies: for each block, what the folded graph calls in its place.
     """
 
     state: CaptureState
@@ -136,8 +140,9 @@ class _Kind:
     copies: list[BlockCopy] = field(default_factory=list)
 
     def expect(self, copy: BlockCopy, form: Form | None) -> None:
-        """`copy` gets such a cotangent; so may those before it, whose backward runs later. If it is expanded,
-        as the gradient of a sum is, only `copy` gets it, and is traced as usual."""
+        """Expect a cotangent of this form at `copy` and at all earlier copies, whose backward runs later. If
+        it is expanded, as the gradient of a sum is, only `copy` gets it, and we trace that copy call by call.
+        """
         place = self.copies.index(copy)
         block = None if form is None or form.offset or 0 in form.stride else self.capture(form.stride)
         if block is not None and block.cotangent != form:
@@ -146,7 +151,7 @@ class _Kind:
             one.block = block
 
     def capture(self, strides: Sequence[int] | None = None) -> TracedBlock | None:
-        """Capture the first block, for a cotangent with these strides; None if it does not qualify."""
+        """Capture the first block for a cotangent with these strides. None if the block does not qualify."""
         block, modes = self.blocks[0], list[ThreadModes]()
         module = block.module(self.gm)
         for number, node in enumerate(node for node in module.graph.nodes if not _is_given(node)):
@@ -179,10 +184,10 @@ class _Kind:
 
 
 def _traced(joint: JointGraph, structure: Structure, modes: ThreadModes) -> TracedBlock:
-    """The block, of which instances can be made.
+    """The captured block as a template for instances.
 
     Raises:
-        Refusal: it does not qualify.
+        Refusal: the block does not qualify.
     """
     graph, given = joint.gm.graph, output_values(joint.gm.graph)
     values = [plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput)]
@@ -224,11 +229,11 @@ def _traced(joint: JointGraph, structure: Structure, modes: ThreadModes) -> Trac
     )
 
 
-# where a graph repeats itself
+# repeated blocks of a graph
 
 
 def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
-    """The kinds of blocks of which one was captured."""
+    """The kinds of blocks that repeat and could be captured."""
     groups = defaultdict[Hashable, list[_Block]](list)
     for block in _blocks(gm.graph):
         if _qualifies(block, state.thread_modes):
@@ -249,11 +254,11 @@ def _otherwise(block: _Block, gm: fx.GraphModule, *args: Any) -> Any:
 
 
 def _blocks(graph: fx.Graph) -> Iterator[_Block]:
-    """The copies of what repeats."""
+    """All repeated blocks of the graph."""
     calls = [node for node in graph.nodes if not _is_given(node)]
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
         return
-    # There can be no border where grad mode or autocast are not as at the beginning.
+    # A block must not begin or end where grad mode or autocast differ from the beginning of the graph.
     costs = border_costs(
         calls, lambda node: _cost(_example(node)), closed=[(i, i + 1) for i in switched(calls)]
     )
@@ -262,12 +267,12 @@ def _blocks(graph: fx.Graph) -> Iterator[_Block]:
             yield _Block.of(calls[start : start + repeat.length])
 
 
-#: notes by which calls of equal text differ.
+#: metadata by which otherwise equal calls differ.
 _NOTES = frozenset({"custom", "recompute", "ac_graph_id"})
 
 
 def _cost(value: Any) -> float | None:
-    """What it costs that a value is handed from copy to copy. A view would have to be traced."""
+    """The cost of passing this value between blocks. Views are expensive because they prevent reuse."""
     return (100.0 if value._is_view() else 1.0) if isinstance(value, torch.Tensor) else None
 
 
@@ -282,7 +287,7 @@ def _value_key(node: fx.Node) -> Hashable:
 
 
 def _fingerprint(value: Any) -> Hashable:
-    """Equal for values that are alike; a tensor whose form cannot be told is like no other."""
+    """A key that is equal for equal kinds of values. A tensor without a known form equals only itself."""
     if isinstance(value, (tuple, list)):
         return ("items", *map(_fingerprint, value))
     if not isinstance(value, torch.Tensor):
@@ -305,14 +310,14 @@ def _qualifies(block: _Block, modes: ThreadModes) -> bool:
         return False
     if any(value._is_view() or not is_dense(value) for value in made):
         return False
-    # Autocast keeps the cast of a parameter for all calls.
+    # Autocast caches the cast of a parameter, so calls outside of the block may reuse it.
     kept = [node for node in block.inputs if _is_given(node) and _example(node).requires_grad]
     shares = modes.autocast and not all(set(block.calls).issuperset(node.users) for node in kept)
     return not shares and sum(value.requires_grad for value in made) <= 1
 
 
 def _folded(graph: fx.Graph, kinds: Sequence[_Kind]) -> fx.Graph:
-    """The graph with calls of the copies in place of those of the blocks."""
+    """The graph with one call of a copy in place of each block."""
     pairs = [pair for kind in kinds for pair in zip(kind.blocks, kind.copies, strict=True)]
     ends = {block.calls[-1]: (block, copy) for block, copy in pairs}
     inside = {node for block, _ in pairs for node in block.calls}

@@ -1,7 +1,7 @@
-"""Which values of the forward half are saved for the backward.
+"""Choose which forward values are saved for the backward.
 
-In: a joint graph, its sharing of memory, and a policy: torch's minimum cut, or one of the two extremes, or
-the user's own. Out: the set of forward nodes that the backward may read.
+In: a joint graph, its alias analysis, and a policy: torch's minimum cut, save everything, recompute
+everything, or the user's own partitioner. Out: the set of forward nodes that the backward may read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from retrograd.trace import bytes_of
 
 
 def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.Node]:
-    """The nodes that are saved; of those that `memory` forbids to keep, a copy.
+    """The nodes to save. A node that `memory` forbids to save must be saved as a copy.
 
     Raises:
-        VerificationError: one that saves something that is not a value of the forward half.
+        VerificationError: the user's partitioner saves something that the forward does not compute.
     """
     if policy == "save_all":
         return _without_marked(_read(joint))
@@ -60,8 +60,9 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
 
 
 def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
-    """What forward calls read by strides of something that has others where it is saved: something computed,
-    for which a backend chooses them, or what only a copy may be saved of. They must not be made again."""
+    """The forward calls that read memory by strides and must not be recomputed, because a saved input may get
+    other strides: a backend chooses those of a computed value, and we save only a copy of a forbidden primal.
+    """
     readers = list(filter(reads_memory, joint.gm.graph.nodes))
     reaching = cotangents_reaching(joint.gm.graph, joint.signature) if readers else {}
     kept = {node for node in memory.primals if not memory.is_forbidden(node)}
@@ -69,7 +70,7 @@ def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
 
 
 def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | None = None) -> set[fx.Node]:
-    """What `partitioner` (None: torch's minimum cut) saves."""
+    """The nodes that `partitioner` saves; None is torch's minimum cut."""
     inputs, count = joint.gm.graph.find_nodes(op="placeholder"), joint.signature.forward_count
     cotangents = frozenset(node.name for node in inputs if node not in memory.primals)
     return named(joint, cut_by(partitioner, joint.gm, cotangents, count, _pinned(joint, memory)))
@@ -77,13 +78,16 @@ def _cut(joint: JointValues, memory: Memory, partitioner: Callable[..., Any] | N
 
 @contextmanager
 def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterator[dict[fx.Node, fx.Node]]:
-    """Let a cut choose a copy of what must not be kept: where a call makes more of it, or `of_all`, under a
-    memory budget.
+    """Let a cut save copies of values that must not be saved themselves. We offer a copy if a call turns the
+    value into one of at least twice the size or, under a memory budget (`of_all`), always.
 
-    The loss of a language model reads half-precision logits as float32. Eager does not keep the logits; a
-    copy of them takes half the memory of what it keeps instead. A normalisation adds a bias, which eager does
-    not keep: a copy of that is small, and without it what the normalisation gives could not be computed
-    again. Gives the values by their copies, which are in the graph until the end of the context.
+    The loss of a language model casts half-precision logits to float32. Eager does not save the logits, but
+    a copy of them takes half the memory of what eager saves instead. A normalisation adds a bias, which eager
+    does not save either. A copy of the bias is small, and without one the normalisation's result could not be
+    recomputed.
+
+    Yields:
+        The value of each copy. The copies are in the graph until the context ends.
     """
     graph, copied = joint.gm.graph, dict[fx.Node, fx.Node]()
     first: dict[fx.Node, fx.Node] = {}
@@ -106,26 +110,26 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
 
 
 def _makes_more(call: fx.Node, value: fx.Node) -> bool:
-    """Whether what a call makes of a value takes at least twice its memory."""
+    """Whether the result of a call takes at least twice the memory of its input `value`."""
     made = call.meta["val"]
     return isinstance(made, torch.Tensor) and bytes_of(made) >= 2 * bytes_of(value.meta["val"])
 
 
 def _read(joint: JointValues) -> set[fx.Node]:
-    """What the backward half reads of the forward half: what eager would save."""
+    """The forward values that the backward reads, which is what eager would save."""
     reaching = cotangents_reaching(joint.gm.graph, joint.signature)
     return {value for value in read_by_backward(joint.gm) if not reaching[value]}
 
 
 def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
-    """In place of values that the user wants to be computed again, what they are computed of."""
+    """`saved`, with each value that the user marked for recomputation replaced by the values it needs."""
     found = reached(saved, lambda node: node.all_input_nodes if is_recomputed(node) else ())
     return {node for node in found if not is_recomputed(node)}
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
-    """Calls that must not be made again in the backward: those that read memory which eager would not keep,
-    and those that draw random numbers (unless the user wants that)."""
+    """The calls that the backward must not recompute: those that read memory which eager would not save, and
+    those that draw random numbers, unless the user asks for their recomputation."""
     return frozenset(
         node.name
         for node in joint.gm.graph.nodes
@@ -137,15 +141,15 @@ def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
 
 
 def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
-    """Whether a call makes memory of its own from memory that must not be kept."""
+    """Whether a call reads memory that must not be saved, and its result does not share that memory."""
     return not memory.is_forbidden(node) and any(map(memory.is_forbidden, node.all_input_nodes))
 
 
 def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:
-    """The nodes of these names.
+    """The nodes with these names.
 
     Raises:
-        VerificationError: one that depends on a cotangent, or is not there.
+        VerificationError: a node depends on a cotangent, or does not exist.
     """
     reaching = cotangents_reaching(joint.gm.graph, joint.signature)
     known = {node.name: node for node in reaching if not reaching[node]}

@@ -1,7 +1,7 @@
-"""All stages in one call, with a cache.
+"""Run all stages in one call, with a cache.
 
-In: a function or module, and the user's choices. Out: a callable that captures and compiles itself for each
-kind of input. What cannot be captured runs eagerly, and the report says why.
+In: a function or module, and the user's options. Out: a callable that captures and compiles itself for each
+kind of input. A call that cannot be captured runs eagerly, and the report says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from retrograd.trace import FirstRun, changed_sizes, is_tracing_here, why_not_fa
 
 _STAGE = "aot.function"
 
-#: how arguments are nested: their number if no argument is a container, else their spec.
+#: how arguments are nested: their number if no argument is a container, otherwise their pytree spec.
 _Form = int | pytree.TreeSpec
 
 _FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
@@ -49,7 +49,13 @@ _FUNCTION = callable, "a function or another callable"
 
 
 class AotFunction:
-    """A function that compiles itself. `function` and `module` make it."""
+    """A function that compiles itself. `function` and `module` make one.
+
+    Args:
+        fn: the function or module.
+        config: the user's options.
+        report: records what runs eagerly.
+    """
 
     @checked(fn=_FUNCTION, config=(Config, "a retrograd.Config; aot.function makes one of its options"))
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
@@ -80,12 +86,13 @@ class AotFunction:
         return self._specialized(key, leaves, eagerly)
 
     def reset(self) -> None:
-        """Forget what was compiled."""
+        """Drop all compiled code."""
         self._specialized.clear()
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
-        """The state of all modules in this call. If it has changed, it is another input.
+        """The state of all modules in this call. A state that has changed becomes a new one, which guards see
+        as another input.
 
         Raises:
             CaptureError: a module is not initialised yet.
@@ -143,7 +150,7 @@ class AotFunction:
             AOT_LOGS["recompiles"].info("%s is compiled again: %s", self.__name__, why)
 
     def _dynamic(self, leaves: Sequence[Any], known: Sequence[Variant]) -> Dynamic:
-        """Sizes that differ from those of earlier inputs are symbolic from now on."""
+        """The sizes to make symbolic: by default, those that differ from earlier inputs."""
         if self.config.dynamic is not None or not known:
             return self.config.dynamic
         changed: dict[int, frozenset[int]] = {}
@@ -156,8 +163,8 @@ class AotFunction:
 
 
 class AotModule(nn.Module):
-    """A module whose calls are compiled. In everything else it is the given module: it shares attributes,
-    parameters, buffers, submodules and hooks, and is an instance of the same class. `module` makes it."""
+    """A module whose calls are compiled. Otherwise it behaves as the given module: it shares its attributes,
+    parameters, buffers, submodules and hooks, and is an instance of its class. `module` makes one."""
 
     _compiled: AotFunction
 
@@ -167,11 +174,11 @@ class AotModule(nn.Module):
 
     @property
     def compiled(self) -> AotFunction:
-        """What runs the calls."""
+        """The function that runs the calls."""
         return self._compiled
 
     def __reduce__(self) -> Any:
-        """A copy or a pickle holds the module and the choices, and is compiled anew."""
+        """A copy or a pickle holds the module and the options, and compiles itself again."""
         return _module_of, (self._compiled.fn, self._compiled.config)
 
 
@@ -184,7 +191,7 @@ def _module_of(mod: nn.Module, config: Config) -> AotModule:
 
 
 @checked(fn=_FUNCTION)
-def function(  # noqa: PLR0913 - as many parameters as there are choices
+def function(  # noqa: PLR0913 - one parameter per option
     fn: Callable[..., Any],
     *,
     backend: str | Callable[..., Any] = "inductor",
@@ -204,33 +211,33 @@ def function(  # noqa: PLR0913 - as many parameters as there are choices
     """Capture and compile `fn` for each kind of input that it is called with.
 
     `fn` must be a pure function of its arguments, as for ``jax.jit`` and torch's ``aot_function``. Its Python
-    runs once for each kind of input, and once more if that cannot be captured. What it reads in Python
-    besides its arguments is a constant. What it does in Python besides calling torch happens at capture only,
-    but a function that changes attributes of its arguments, or draws Python's or NumPy's random numbers, runs
-    eagerly. ``torch.compile(backend="retrograd")`` is for other functions: Dynamo knows what Python reads.
+    runs once for each kind of input, and once more if that input cannot be captured. Python values that it
+    reads besides its arguments are constants. Its Python side effects happen at capture only, except that a
+    function which changes attributes of its arguments, or draws Python's or NumPy's random numbers, runs
+    eagerly. For any other function use ``torch.compile(backend="retrograd")``: Dynamo sees what Python reads.
 
-    Every call checks again:
+    Every call checks:
 
     - tensors: their metadata, and how they share memory if `fn` writes to one of them;
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
-    - modules that `fn` is given, or is: structure, ``training`` flags, hooks, attributes, and what is in
-      short lists, dictionaries and sets among these;
+    - `fn` and arguments that are modules: structure, ``training`` flags, hooks, attributes, and the contents
+      of attributes that are short lists, dictionaries or sets;
     - the thread's modes.
 
-    Tensors that `fn` closes over are inputs like any other, and get gradients if they require them.
+    Tensors that `fn` closes over are inputs like any other, and get gradients if they require grad.
 
     Args:
-        fn: of pytrees and dataclasses of tensors and constants.
+        fn: a function of pytrees and dataclasses of tensors and constants.
         backend, backward: as in ``aot.compile``.
         partitioner: as in ``aot.partition``.
-        passes: applied to the joint graph, in order: names, or ``pass(gm, example_inputs) -> gm``.
+        passes: names, or ``pass(gm, example_inputs) -> gm``, applied to the joint graph in order.
         cudagraphs, regions: as in ``aot.compile``.
         dynamic, strict, recompile_limit, compile_timeout: as in `compiled_autograd`.
         single_region, cache_size, whole_after: as in `Config`.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
-        CaptureError: in a call that cannot be captured, if `strict`.
+        OptionError: an option has an invalid value.
+        CaptureError: if `strict`, raised by a call that cannot be captured.
     """
     config = Config(**{name: value for name, value in locals().items() if name != "fn"})
     find_named(config)
@@ -241,15 +248,15 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     """Capture and compile a module. Parameters and buffers are inputs; tied ones are one input.
 
     The contract is that of `function`. The module's Python runs once for each kind of input. Every call
-    checks its structure, ``training`` flags, hooks and plain attributes again. The result shares its state
+    checks the module's structure, ``training`` flags, hooks and plain attributes. The result shares its state
     with `mod`, is an instance of its class, and can be copied and pickled like it.
 
     Args:
-        mod: the module. It is not changed.
-        options: those of `function`.
+        mod: the module; we do not change it.
+        options: as in `function`.
 
     Raises:
-        OptionError: `mod` is no module, or an option has a value that it cannot have.
+        OptionError: `mod` is no module, or an option has an invalid value.
     """
     check("mod", mod, (nn.Module, "a torch.nn.Module; aot.function takes functions"))
     return _module_of(mod, function(mod, **options).config)

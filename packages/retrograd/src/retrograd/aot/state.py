@@ -1,6 +1,6 @@
 """First stage: a function and its inputs become a `CaptureState`.
 
-In: a function or module, its arguments, and which sizes may change. Out: `CaptureState`, with fake inputs.
+In: a function or module, its arguments, and which sizes are dynamic. Out: a `CaptureState` with fake inputs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from retrograd.trace import (
     why_not_fakeable,
 )
 
-#: ``True``: every size may change; ``None`` or ``False``: none; or, by number of the flat input, which
-#: dimensions.
+#: the dynamic sizes. ``True``: all; ``None`` or ``False``: none; a mapping: by number of the flat input, the
+#: dynamic dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
 
 
@@ -53,20 +53,20 @@ def create_state(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     fake_mode: Any = None,
 ) -> CaptureState:
-    """Prepare `fn_or_module` to be captured on inputs like these.
+    """Prepare to capture `fn_or_module` on inputs like these.
 
     Args:
         fn_or_module: called as ``fn_or_module(*args, **kwargs)``. Parameters and buffers of a module are
             inputs.
         args, kwargs: pytrees of tensors and constants.
-        dynamic: ``True``: all sizes (but 0 and 1) are symbolic; a mapping from the number of a flat input to
-            dimensions: those; otherwise sizes are static.
-        decompositions: by operator, as ``make_fx`` takes them.
-        fake_mode: the mode of inputs that are fake already; its shape environment gets the guards.
+        dynamic: ``True``: all sizes except 0 and 1 are symbolic. A mapping from the number of a flat input to
+            dimensions: those sizes are symbolic. Otherwise all sizes are static.
+        decompositions: a decomposition for each operator, as for ``make_fx``.
+        fake_mode: the mode of inputs that are fake already; its shape environment records the guards.
 
     Raises:
-        CaptureError: an input that cannot stand in a graph, or that is fake without (or real with)
-            `fake_mode`.
+        CaptureError: a graph cannot represent an input, or an input is fake without `fake_mode` or real with
+            it.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     state = ModuleState.of(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
@@ -90,7 +90,7 @@ def create_state(
     )
 
 
-def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
+def state_of_flat(  # noqa: PLR0913 - the fields of a `CaptureState`
     call: Callable[[Sequence[Any]], Any],
     leaves: Sequence[Any],
     *,
@@ -102,7 +102,7 @@ def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
     fake_mode: Any = None,
     in_spec: Any = None,
 ) -> CaptureState:
-    """The same for a function of flat inputs with names and kinds; `in_spec` is as in `CaptureState`."""
+    """`create_state` for a function of flat inputs with names and kinds. `in_spec`: as in `CaptureState`."""
     fakes = _Fakes(name, fake_mode, dynamic)
     made = tuple(
         fakes.leaf(i, value, leaf_name, kind)
@@ -122,7 +122,7 @@ def state_of_flat(  # noqa: PLR0913 - what a `CaptureState` is made of
 
 
 class _Fakes:
-    """Makes leaves of the inputs of one function."""
+    """Makes the fake leaves for the inputs of one function."""
 
     def __init__(self, function: str, given: Any, dynamic: Dynamic) -> None:
         self.function, self.given, self.dynamic = function, given, dynamic
@@ -168,11 +168,11 @@ class _Fakes:
         )
 
     def free(self, value: torch.Tensor) -> Any:
-        """A fake of a tensor that the function found by itself."""
+        """A fake of a tensor that the function closes over."""
         return self._fake(value, "free tensor", frozenset())
 
     def groups(self, leaves: Sequence[Leaf], values: Sequence[Any]) -> list[AliasGroup]:
-        """Which of the leaves share memory."""
+        """The groups of leaves that share memory."""
         tensors = {i: values[i] for i, leaf in enumerate(leaves) if leaf.is_tensor}
         return [self._group(keys, [tensors[i] for i in keys]) for keys in groups_sharing_memory(tensors)]
 
@@ -180,7 +180,7 @@ class _Fakes:
         with self.mode if any(map(is_fake, tensors)) else nullcontext():
             base = common_base(tensors)
             if base is not None and any(t.requires_grad and not base.requires_grad for t in tensors):
-                base = None  # a view of it was made a leaf
+                base = None  # a view of this base was made a leaf
         members = tuple(
             MemberView(
                 key,

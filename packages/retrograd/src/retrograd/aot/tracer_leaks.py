@@ -1,12 +1,13 @@
-"""What Python holds where a function can reach it: attributes, variables, what is in containers.
+"""Detect Python side effects of a captured function, so that no traced tensor leaks out of the capture.
 
-In: a function, and the modules and objects that it is given. Out: a context in which it is captured. What has
-changed there is made real or put back, and the capture is refused: in eager it would change in every call,
-and a tensor of a trace raises wherever it is used next.
+In: a function, and the modules and objects among its arguments. Out: a context in which to capture it. If an
+attribute, variable or container has changed at the end, we refuse the capture, and replace the new values by
+real ones or restore the old ones. (In eager every call would make the change, and a leaked traced tensor
+raises wherever it is used next.)
 
-Looked at is what the code of the function, and of ``forward`` of its modules, names: variables of its
-closure, global variables, what these hold and other functions that they are. What torch defines is not. Of
-what the function is given, each change counts; elsewhere, a change to what holds a tensor.
+We inspect every name that the code of the function, and of its modules' ``forward``, uses: closure variables,
+global variables, their contents, and functions among them. We do not inspect what torch defines. Any change
+to an argument counts. Elsewhere a change counts only if the new value holds a tensor.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ from retrograd.graph.structure import is_same
 from retrograd.runtime import pytree
 from retrograd.trace import FirstRun
 
-#: so many places are looked at beside those that are given, and longer containers are not.
+#: how many holders we inspect besides those of the arguments, and the longest container that we inspect.
 MOST_HOLDERS, MOST_ITEMS = 1000, 100
 
-#: attributes that every module has; of these, tensors, modules, and the names of buffers that no state
-#: dictionary has.
+#: the attributes that every module has. `_STATE` are those with its tensors, submodules, and the names of
+#: its non-persistent buffers.
 OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-#: recurrent layers gather their weights anew when these are other ones.
+#: recurrent layers refresh these lists of their weights when a weight is replaced.
 _OF_TORCH = OF_ALL_MODULES | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
-#: so many holders a module has.
+#: how many holders a module has.
 _OF_EACH = 6
 _ABSENT = object()
 
 
 class _Holder(NamedTuple):
-    """What has names for values: `read` gives them, `put` changes one. If `given`, each change counts."""
+    """An object that maps names to values: `read` returns them all, and `put` sets one. If `given`, it is an
+    argument, and any change counts."""
 
     name: str
     read: Callable[[], dict[Any, Any]]
@@ -55,12 +57,19 @@ class _Holder(NamedTuple):
 def unchanged(
     fn: Callable[..., Any], modules: Sequence[nn.Module], leaves: Sequence[Any], first: FirstRun | None
 ) -> Iterator[None]:
-    """Inside, `fn` is captured, which is given `modules` and, among `leaves`, objects; its run is `first`. If
-    that fails, or is refused here, what it has changed is real afterwards, or as before if the run does not
-    count.
+    """The context in which `fn` is captured.
+
+    If the capture fails, or we refuse it, every changed value is real afterwards if the run of `fn` could be
+    finished eagerly. Otherwise we restore the old values.
+
+    Args:
+        fn: the captured function.
+        modules: the modules in the call.
+        leaves: the flat inputs; we inspect plain objects among them.
+        first: follows the run of `fn`, if it may be finished eagerly.
 
     Raises:
-        CaptureError: it has changed something.
+        CaptureError: `fn` has a side effect.
     """
     reached = _Reached(fn, modules, leaves)
     recorded = [(holder, holder.read()) for holder in reached.holders]
@@ -89,7 +98,7 @@ def unchanged(
                 holder.put(key, before if real is None else now)
         for cache, size in zip(reached.caches, filled, strict=True):
             if cache.cache_info().currsize != size:
-                cache.cache_clear()  # it is filled again with tensors that have numbers
+                cache.cache_clear()  # The capture has cached traced tensors; the next call caches real ones.
     if changed:
         raise CaptureError.because(
             "side-effect",
@@ -99,13 +108,13 @@ def unchanged(
         )
 
 
-#: values that refer to nothing else, besides tensors and arrays.
+#: besides tensors and arrays, types whose values refer to no other objects.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
 _PLAIN += (torch.SymInt, torch.SymFloat, torch.SymBool)  # type: ignore[assignment]
 
 
 def may_hide(tree: Any) -> bool:
-    """Whether a value may refer to tensors where nobody sees them."""
+    """Whether a value may refer to tensors that we cannot find."""
     return not all(isinstance(x, _PLAIN) or hasattr(x, "__array__") for x in pytree.tree_leaves(tree))
 
 
@@ -118,7 +127,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 class _Reached:
-    """What a function can reach by the names in its code, and by what it is given."""
+    """The holders that a function can reach through the names in its code and through its arguments."""
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module], leaves: Sequence[Any]) -> None:
         self.holders = [*_generators()]
@@ -130,7 +139,7 @@ class _Reached:
             one = pending.pop()
             if id(one) not in seen and (id(one) in self._given or len(self.holders) < most):
                 seen[id(one)] = one
-                with suppress(Exception):  # a class may answer anything
+                with suppress(Exception):  # A class may raise anything on attribute access.
                     pending += self._look_at(one)
 
     def _look_at(self, one: Any) -> Iterator[Any]:
@@ -171,7 +180,8 @@ class _Reached:
     def _inside(
         self, name: str, one: Any, given: bool = False, keep: Callable[[Any], bool] = lambda _: True
     ) -> Sequence[Any]:
-        """What something holds, as far as its name is to be kept; that is looked at itself."""
+        """Add a holder for `one`, limited to names that `keep` accepts. Return its values, to be inspected
+        next."""
         self.holders.append(_Holder(name, lambda: _read(one, keep), functools.partial(_put, one), given))
         values = [*one] if isinstance(one, (list, set)) else [*_read(one, keep).values()]
         if given:
@@ -180,7 +190,7 @@ class _Reached:
 
 
 def _generators() -> Iterator[_Holder]:
-    """Python's random numbers and, if it is imported, NumPy's."""
+    """The state of Python's random generator and, if NumPy is imported, of NumPy's."""
     state, put = random.getstate, random.setstate
     yield _Holder("Python's random numbers", lambda: {"the state": state()}, lambda _, now: put(now), True)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -189,7 +199,7 @@ def _generators() -> Iterator[_Holder]:
 
 
 def _read(one: Any, keep: Callable[[Any], bool]) -> dict[Any, Any]:
-    """What a dictionary, class, list, set or cell of a closure holds."""
+    """The contents of a dictionary, class, list, set or closure cell, by name."""
     if isinstance(one, types.CellType):
         return {"a variable": one.cell_contents} if is_assigned(one) else {}
     if isinstance(one, (list, set)):
@@ -198,7 +208,7 @@ def _read(one: Any, keep: Callable[[Any], bool]) -> dict[Any, Any]:
 
 
 def _put(one: Any, key: Any, value: Any) -> None:
-    """Make it hold `value`, or nothing if that is `_ABSENT`."""
+    """Set `key` of a holder to `value`, or delete it if `value` is `_ABSENT`."""
     if isinstance(one, (list, set)):
         one.clear()
         (one.extend if isinstance(one, list) else one.update)(value)

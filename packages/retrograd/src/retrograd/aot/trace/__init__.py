@@ -1,1 +1,1 @@
-"""Tracing: a function and the autograd graph that eager made of it become one joint graph."""
+"""Trace a function, and the autograd graph that eager builds for it, into one joint graph."""

@@ -1,7 +1,7 @@
-"""What a function did besides computing: changes in place, outputs that share memory.
+"""Analyse a traced function's side effects: in-place mutations, and outputs that share memory.
 
-In: the inputs of a trace after the function ran, and its flat outputs. Out: `Analysis`: the values that the
-graph has to compute, the changes to make after a call, and a plan for every output.
+In: the inputs of a trace after the function ran, and its flat outputs. Out: an `Analysis`: the values that
+the graph must compute, the mutations to apply after a call, and a plan for every output.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TracedValue:
-    """A value of the forward half, as it was traced.
+    """A traced value that the forward computes.
 
     Attributes:
-        value: functional tensor, or number.
-        is_visible: whether the user gets it.
-        is_seen: whether autograd sees it: false for a change that was made without autograd.
-        view: the view that it stands for, which is made in the call instead of in the graph.
+        value: a functional tensor or a number.
+        is_visible: whether the user gets the value.
+        is_seen: whether autograd sees the value; False for a mutation made without autograd.
+        view: set if the value only stands for this view, which the call makes instead of the graph.
     """
 
     value: Any
@@ -52,37 +52,38 @@ class TracedValue:
     view: torch.Tensor | None = None
 
     def parts(self) -> list[Any]:
-        """The plain values that the graph gives."""
+        """The plain tensors and numbers that the graph returns for this value."""
         bare = plain(self.value)
         return parts_of(bare, layout_of(bare))
 
     @property
     def is_new_leaf(self) -> bool:
-        """Whether it is a leaf that the function made."""
+        """Whether the value is a leaf that the function created."""
         value = self.value
         return (
             isinstance(value, torch.Tensor) and self.is_seen and value.requires_grad and value.grad_fn is None
         )
 
     def described(self, boundary: int | None) -> ForwardValue:
-        """What later stages need to know of it; `boundary` is where its cotangent goes in."""
+        """The metadata that later stages need; `boundary` is where the value's cotangent enters."""
         wrapping, version = layout_of(plain(self.value)), _version(self.value)
         return ForwardValue(wrapping, boundary, self.is_visible, self.is_new_leaf, version)
 
 
 class Analysis:
-    """What a function computes and does.
+    """What a function computes, mutates and returns.
 
     Args:
-        inputs: after the function ran. results: its flat outputs.
+        inputs: the inputs after the function ran.
+        results: the function's flat outputs.
 
     Attributes:
-        values: what the graph has to compute.
-        updates: changes to make after a call.
-        outputs: a plan for each.
+        values: the values that the graph must compute.
+        updates: the mutations to apply after a call.
+        outputs: a plan for each output.
 
     Raises:
-        Refusal: it did what cannot be repeated after a call.
+        Refusal: the function did something that a compiled call cannot reproduce.
     """
 
     def __init__(self, inputs: Inputs, results: Sequence[Any]) -> None:
@@ -92,7 +93,7 @@ class Analysis:
         self.outputs = tuple(self._plans(results))
 
     def add(self, value: TracedValue) -> int:
-        """The number of a value; a tensor that is known keeps its number."""
+        """Add a value and return its number; a tensor that was added before keeps its number."""
         for number, known in enumerate(self.values):
             if known.value is value.value and isinstance(value.value, torch.Tensor):
                 return number
@@ -119,7 +120,7 @@ class Analysis:
                 raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
             version = max(map(_version, [tensor, *sharing]))
             is_as_it_was = tensor.grad_fn is inputs.histories[number]
-            # the shape of a view of it may have changed
+            # The version may also count a changed shape of a view of this input.
             is_counted = version and (is_as_it_was or not primal.differentiable)
             if not changes.elements and not changes.shape and not is_counted:
                 continue
@@ -143,10 +144,10 @@ class Analysis:
             yield Update(number, value, view, unseen, version)
 
     def _view(self, tensor: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
-        """By its strides."""
+        """An ``as_strided`` view."""
         offset = tensor.storage_offset() - base.storage_offset()
         if type(offset) is not int and tensor.is_complex():
-            # The graph computes it of views on the way, and torch copies what is lazily conjugated.
+            # The graph computes the offset from intermediate views, and torch copies lazily conjugated ones.
             raise not_representable(
                 "it returns a part of complex memory whose place depends on symbolic sizes"
             )
@@ -161,8 +162,8 @@ class Analysis:
         )
 
     def _replayed(self, tensor: torch.Tensor, base: torch.Tensor) -> View | None:
-        """As the function made it, if torch can make it again. Torch does not know what changed the shape
-        since."""
+        """A view that torch replays as the function made it. None if torch cannot: it does not know of later
+        in-place changes of the shape."""
         numbers: list[Any] = []
         if not tensor._is_view() or tensor._base is not base:
             return None
@@ -188,7 +189,7 @@ class Analysis:
         for output in results:
             if isinstance(output, torch.Tensor) and is_traced(output):
                 self._sharing.setdefault(storage_key(output), {})[id(output)] = output
-        # A tensor that is returned twice has one plan: the caller gets one tensor too.
+        # A tensor that is returned twice has one plan, so that the caller gets one tensor twice.
         outputs = {id(output): output for output in results}
         plans = {key: self._plan(output) for key, output in outputs.items()}
         views = [outputs[key] for key, plan in plans.items() if self._has_place(outputs[key], plan)]
@@ -199,8 +200,8 @@ class Analysis:
         yield from (plans[id(output)] for output in results)
 
     def _has_place(self, output: Any, plan: OutputPlan) -> bool:
-        """Whether it is a view with a history of what stays as it is: then others may be reached by way of
-        it."""
+        """Whether `output` is a view with a ``grad_fn`` whose base is differentiable and not mutated. The
+        gradients of other outputs may then flow through this view."""
         if not isinstance(plan, AliasOf) or output.grad_fn is None or is_wrapper(output):
             return False
         if plan.source is None:
@@ -212,7 +213,8 @@ class Analysis:
     def _placed(
         self, output: torch.Tensor, plans: Mapping[int, OutputPlan], above: torch.Tensor | None
     ) -> OutputPlan:
-        """The plan of a view with a place of its own: a view of the one `above` it, if that can be."""
+        """The plan for a view with its own place in the autograd graph. If it was made from another returned
+        view, `above` is the nearest such view, and the plan is a view of that one."""
         made = self.add(TracedValue(stand_in(output), is_visible=False, view=output))
         plan, base = plans[id(output)], plans.get(id(above))
         assert isinstance(plan, AliasOf)
@@ -246,7 +248,8 @@ class Analysis:
         return self._computed(output, list(self._sharing[key].values()))
 
     def _source(self, output: torch.Tensor, sources: Sequence[int]) -> int:
-        """Of the inputs that share memory with an output, the first that covers it."""
+        """The first input that contains `output`, among the inputs that share its memory. If no input
+        contains it, the first that shares its memory."""
         if len(sources) == 1:
             return sources[0]
         entries = self._inputs.entries
@@ -266,7 +269,7 @@ class Analysis:
         return AliasOf(self._seen(output, base), value=number)
 
     def _seen(self, output: torch.Tensor, base: torch.Tensor) -> View:
-        """How `output` looks at the memory of `base`."""
+        """How a call makes `output` as a view of `base`."""
         differentiable = output.requires_grad
         if differentiable and output.grad_fn is not None and not base.requires_grad:
             raise not_representable("it makes a view a leaf, and returns a view of that")
@@ -288,7 +291,7 @@ class Analysis:
         return self._by_strides(output, base, differentiable)
 
     def _by_strides(self, output: torch.Tensor, base: torch.Tensor, differentiable: bool) -> View:
-        """A view of `base` that no longer says which views lie between."""
+        """An ``as_strided`` view of `base`, which skips the views in between."""
         memory = storage_key(output)
         windows = [(window, of) for window, of in self._inputs.strided if storage_key(of) == memory]
         if differentiable and not all(is_dense(of) and lies_within(window, of) for window, of in windows):
@@ -301,8 +304,8 @@ class Analysis:
 def _is_strided_outside(
     tensor: torch.Tensor, fake: torch.Tensor, strided: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> bool:
-    """Whether ``as_strided`` was asked for more than the elements of `tensor`, a changed input. If that does
-    not begin with its memory, any call is too much: its new value in the graph does begin so."""
+    """Whether the function read memory outside of `tensor`, a mutated input, by ``as_strided``. Any such call
+    counts unless the input's storage offset is 0, because its new value in the graph has offset 0."""
     key, offset = storage_key(tensor), fake.storage_offset()
     is_first = type(offset) is int and offset == 0
     return any(
@@ -313,7 +316,7 @@ def _is_strided_outside(
 
 
 def _version(value: Any) -> int:
-    """How often it was changed in place in the trace."""
+    """How often the trace changed `value` in place."""
     return versions_of([value])[0] or 0
 
 
@@ -325,17 +328,18 @@ def _refuse_state_changes(primal: PrimalValue, leaf: torch.Tensor) -> None:
 
 
 def _is_new_leaf(tensor: torch.Tensor) -> bool:
-    """Whether the function has made a view a leaf. What was made under `no_grad` may only say so."""
+    """Whether the function has made a view a leaf. A view made under `no_grad` may look like one, but has no
+    gradient edge."""
     return tensor.requires_grad and tensor.grad_fn is None and edge_of(tensor)[0] is not None
 
 
 def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether all of a view is seen in its base, whose elements are apart."""
+    """Whether `view` lies within `base`, has its dtype, and no two elements of `base` overlap."""
     return view.dtype == base.dtype and not shares_elements(base) and lies_within(view, base)
 
 
 def _passes_by(view: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether `view` was made of `other`, another view of the same memory."""
+    """Whether `view` was made from `other`, another view of the same memory."""
     end = edge_of(other)
     return (
         view is not other
@@ -349,6 +353,6 @@ def _passes_by(view: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def stand_in(like: Any) -> torch.Tensor:
-    """A tensor without elements that has a shape, type and place."""
+    """A tensor with the shape, dtype and device of `like`; its strides are zero, so it takes no memory."""
     shape = tuple(like.shape)
     return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)

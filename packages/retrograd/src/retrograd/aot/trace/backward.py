@@ -1,9 +1,10 @@
 """Run eager's autograd graph by hand: region by region, in eager's order.
 
-In: the graph, its division, and cotangents for a region's roots; inside a trace, the values that the traced
-function left, with their ``grad_fn``. Out: gradients for the region's destinations, summed in the order in
-which the engine would sum them; inside a trace `Differentiated`: regions, the cotangents that they take as
-new inputs of the graph, and the gradients that they give.
+`RegionInterpreter`. In: the autograd graph, its division into regions, and cotangents for one region's roots.
+Out: gradients for the region's destinations, summed in the engine's order.
+
+`differentiate`, inside a trace. In: the values that the traced function computed, with their ``grad_fn``.
+Out: a `Differentiated`: the regions, their cotangents as new graph inputs, and the gradients they compute.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ from retrograd.trace import (
 
 @dataclass
 class RegionInterpreter:
-    """One region.
+    """Runs the autograd nodes of one region.
 
     Attributes:
         graph, structure: the autograd graph and its division.
-        primals: by node that ends the graph, the primal that it stands for.
-        number: of the region.
-        around: a context around the call of each node.
-        checks: refuse gradients that are not numbers, as anomaly mode does.
-        by_dtype: destinations of which the dtype decides what arrives there: a gradient of another dtype was
-            cast, or several were added.
+        primals: the primal of each node that accumulates a gradient.
+        number: the number of the region.
+        around: makes a context in which a node is called.
+        checks: whether to refuse NaN gradients, as anomaly mode does.
+        by_dtype: the destinations whose dtype affects their gradient, because we cast a gradient to it or sum
+            several in it.
     """
 
     graph: LiveGraph
@@ -84,19 +85,19 @@ class RegionInterpreter:
     def run(
         self, cotangents: Mapping[int | Edge, Any], wanted: Collection[Destination] | None = None
     ) -> dict[Destination, Any]:
-        """Gradients of the region's destinations; None where undefined.
+        """Compute the gradients of the region's destinations; None is an undefined gradient.
 
-        A node is called with whatever arrives, as the engine calls it, also if all of that is undefined: a
-        Function gets zeros then, and may make gradients of them.
+        Like the engine, we call a node even if everything that reaches it is undefined: a Function then gets
+        zeros and may compute gradients from them.
 
         Args:
-            cotangents: by boundary; None is undefined. That of all is one that arrives; that of some is an
-                output from which this backward does not come. By edge, what has arrived inside the region.
-            wanted: only nodes that lead to one of these are called.
+            cotangents: by boundary or by edge inside the region. None at some roots: this backward does not
+                start there, and we skip them. None at all roots: undefined cotangents arrived at all of them.
+            wanted: if given, call only nodes that lead to one of these destinations.
 
         Raises:
-            Refusal: a node gives what the engine would refuse.
-            Exception: whatever a node raises.
+            Refusal: a node returns a gradient that the engine would refuse.
+            Exception: a node raised it.
         """
         region = self.structure.regions[self.number]
         self._found = dict.fromkeys(region.destinations)
@@ -112,7 +113,8 @@ class RegionInterpreter:
         return self._found
 
     def leading_to(self, wanted: Collection[Destination]) -> list[int]:
-        """The region's nodes on the way to one of these, in order; contributions to one count as one."""
+        """The region's nodes that lead to a wanted destination, in order. Separately numbered contributions
+        to one gradient count as one destination."""
         region, leading = self.structure.regions[self.number], set[int]()
         asked = {replace(there, number=0) for there in wanted}
         for index in reversed(region.nodes):
@@ -156,7 +158,7 @@ class RegionInterpreter:
 
 
 def added(known: Any, more: Any) -> Any:
-    """Their sum; None is undefined."""
+    """The sum of two gradients; None is an undefined gradient."""
     if known is None or more is None:
         return more if known is None else known
     return known + more
@@ -164,17 +166,18 @@ def added(known: Any, more: Any) -> Any:
 
 @dataclass
 class Differentiated:
-    """The backward half.
+    """The backward of a joint graph.
 
     Attributes:
-        structure: boundaries, nodes of the regions, order.
-        boundary_values: by boundary, the number of its value; those of the `visible` ones come first.
-        stand_ins: values that stand for hidden boundaries.
-        cotangents: boundary and make-up of each cotangent, in the order of the placeholders.
-        regions: in the order of `structure`.
+        structure: the boundaries, the nodes of the regions, and their order.
+        boundary_values: the number of each boundary's value; visible boundaries come first.
+        visible: how many boundaries are visible.
+        stand_ins: the values of the hidden boundaries.
+        cotangents: the boundary and subclass layout of each cotangent, in the order of the placeholders.
+        regions: the regions, in the order of `structure`.
         grads: by region, the functional gradient of each destination, or None.
         by_dtype: as in `JointGraph`.
-        releasable: which primals may be released.
+        releasable: the primals that a call may release before its backward.
     """
 
     structure: Structure = field(default_factory=lambda: Structure((), (), ()))
@@ -188,11 +191,11 @@ class Differentiated:
     releasable: Droppable | None = None
 
     def boundary_of(self, value: int) -> int | None:
-        """The boundary of a forward value."""
+        """The boundary of a forward value, or None."""
         return self.boundary_values.index(value) if value in self.boundary_values else None
 
     def leaves_gaps(self) -> bool:
-        """Whether a hidden boundary gets no gradient, which the next region would have to take for zeros."""
+        """Whether a hidden boundary gets no gradient. The next region would have to take zeros for it."""
         return any(
             grad is None and there.is_boundary and there.index >= self.visible
             for grads in self.grads
@@ -206,11 +209,11 @@ class Differentiated:
                     yield number, destination, plain(grad)
 
     def parts(self) -> list[Any]:
-        """The gradients, as plain values."""
+        """The gradients as plain tensors, with subclasses unwrapped."""
         return [part for _, _, grad in self._defined() for part in parts_of(grad, layout_of(grad))]
 
     def roles(self) -> list[Gradient]:
-        """What each of `parts` is."""
+        """The role of each tensor in `parts`."""
         return [
             Gradient(region, destination, part)
             for region, destination, grad in self._defined()
@@ -218,17 +221,17 @@ class Differentiated:
         ]
 
     def wrappings(self) -> dict[tuple[int, Destination], SubclassSpec]:
-        """How each gradient is made up."""
+        """The subclass layout of each gradient."""
         return {(region, there): layout_of(grad) for region, there, grad in self._defined()}
 
 
 def differentiate(
     tracer: JointTracer, inputs: Inputs, analysis: Analysis, options: CaptureOptions
 ) -> Differentiated:
-    """Trace the backward of all differentiable values, into the graph of `tracer`.
+    """Trace the backward of all differentiable values into the graph of `tracer`.
 
     Raises:
-        Refusal: an autograd node gives what the engine would refuse, or changes what outlives it.
+        Refusal: an autograd node returns a gradient that the engine would refuse, or has a side effect.
     """
     edges = {
         number: edge for number, value in enumerate(analysis.values) if (edge := _edge(value)) is not None
@@ -274,7 +277,7 @@ def differentiate(
                 made.grads.append(walk.run(_cotangents(tracer, roots, options.layouts, made.cotangents)))
             given = {there.index for there in walk.by_dtype if not there.is_boundary}
             made.by_dtype |= {primal for primal in given if inputs.primals[primal].is_leaf}
-            for there, grad in made.grads[-1].items():  # it lies in memory as the next region will get it
+            for there, grad in made.grads[-1].items():  # The next region gets a cotangent with these strides.
                 if (
                     there.is_boundary
                     and there.index >= len(edges)
@@ -287,7 +290,7 @@ def differentiate(
 
 
 def _described(region: RegionNodes, graph: LiveGraph, blocks: Mapping[int, Any]) -> Region:
-    """A region, with what matters about its nodes; some stand for `blocks`, which were traced once."""
+    """The region with its nodes' properties. Nodes in `blocks` stand for a repeated block, traced once."""
     inside = [blocks[node] for node in region.nodes if node in blocks]
     handles = [graph.nodes[node].handle for node in region.nodes if node not in blocks]
     functions = [one for one in handles if hasattr(one, "apply")]
@@ -301,11 +304,11 @@ def _described(region: RegionNodes, graph: LiveGraph, blocks: Mapping[int, Any])
 
 
 def _refuse_bypasses(graph: LiveGraph, structure: Structure, visible: Sequence[TracedValue]) -> None:
-    """Refuse a returned view of an input if its gradient would be added up at the input. Each call makes such
-    a view of the input; eager adds its gradient to others at a view in between.
+    """Refuse a returned view of an input if eager sums its gradient with others at a view in between. A call
+    makes the view directly from the input, so the sum would happen at the input instead.
 
     Raises:
-        Refusal: another sum would come out, in the last bit.
+        Refusal: the sum could differ from eager's in the last bit.
     """
     sends = Counter(replace(to, number=0) for region in structure.regions for to in region.sends.values())
     for region in structure.regions:
@@ -330,8 +333,8 @@ def _refuse_effects(graph: LiveGraph) -> None:
 def _mark_kept(
     tracer: JointTracer, nodes: Sequence[LiveNode], region: int, recomputed: Collection[int | None]
 ) -> None:
-    """Mark what nodes of a region have saved, read or not: once it has changed, eager refuses to run them.
-    Those of the numbers `recomputed` are inside a checkpoint, which saves nothing and makes them anew."""
+    """Mark every tensor that a region's nodes saved, even unread ones: eager raises if any was modified. We
+    skip nodes with a sequence number in `recomputed`: they are inside a checkpoint, which saves nothing."""
     made: list[fx.Node | None] = []
     for one in nodes:
         if (block := instance_of(one.handle)) is not None:
@@ -352,7 +355,7 @@ def _edge(value: TracedValue) -> tuple[Any, int] | None:
 
 
 def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
-    """By node that accumulates, the primal that it does it for."""
+    """For each node that accumulates a gradient, the primal that receives it."""
     numbers = {id(leaf): number for number, leaf in inputs.leaves.items()}
     found = {}
     for index, node in enumerate(graph.nodes):
@@ -364,7 +367,7 @@ def _accumulated(graph: LiveGraph, inputs: Inputs) -> dict[int, int]:
 
 
 def _is_like(grad: Any, stand_in: TracedValue) -> bool:
-    """Whether a gradient has the shape and type of what stands for its boundary. Asks for no guard."""
+    """Whether a gradient has the shape and dtype of its boundary's stand-in. Adds no guard."""
     if grad is None or is_wrapper(grad) or grad.dtype is not stand_in.value.dtype:
         return False
     return [*map(str, grad.shape)] == [*map(str, stand_in.value.shape)]
@@ -376,7 +379,7 @@ def _cotangents(
     layouts: Mapping[int, Sequence[int]],
     made: list[tuple[int, SubclassSpec]],
 ) -> dict[int | Edge, Any]:
-    """New inputs of the graph, one for each root."""
+    """Make a new cotangent input of the graph for each root."""
     found: dict[int | Edge, Any] = {}
     for root, value in roots.items():
         bare = plain(value.value)
@@ -388,7 +391,8 @@ def _cotangents(
 
 
 def _cotangent_like(value: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """A fake cotangent with these strides; else laid out like its value if that is dense, else contiguous."""
+    """A fake cotangent for `value`. If `strides` is None, it has the strides of `value` if that is dense, and
+    is contiguous otherwise."""
     with torch.no_grad():
         if strides is not None:
             return plain(value.detach().new_empty_strided(value.shape, strides))

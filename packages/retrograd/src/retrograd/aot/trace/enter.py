@@ -1,7 +1,7 @@
-"""How inputs enter a trace: the tensors that the user's function is called with.
+"""Make the inputs of a trace: the tensors with which we call the user's function.
 
-In: a `CaptureState` and an `InputWrapping`. Out: `Inputs`: the graph's primals, the functional tensors made
-of them, and the call itself.
+In: a `CaptureState` and an `InputWrapping`. Out: an `Inputs`: the graph's primals, the functional tensors
+made from them, and the call itself.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from retrograd.trace import (
 
 @dataclass(frozen=True)
 class InputWrapping:
-    """What is done to inputs before the function sees them.
+    """What we do to inputs before the function sees them.
 
     Attributes:
-        entered_as: what the function is given in place of inputs that require grad and are no leaves: copies,
-            so that they may be changed; or aliases, since autocast keeps the casts of leaves, and such an
-            input is none.
-        based: numbers of the alias groups whose members are views of one base.
+        entered_as: what the function gets for an input that requires grad and is no leaf. A copy lets the
+            function mutate it. An alias keeps autocast from caching its cast, as autocast does for leaves.
+        based: the numbers of the alias groups whose members enter as views of a common base.
     """
 
     entered_as: EnteredAs = "itself"
     based: frozenset[int] = frozenset()
 
     def with_copies(self, state: CaptureState) -> InputWrapping:
-        """The plan for a function that failed: perhaps it changes an input that is no leaf."""
+        """The wrapping for another attempt after the function failed: it may mutate an input that is no leaf
+        outside, but is one in the trace."""
         any_inner = any(leaf.is_tensor and leaf.requires_grad and not leaf.is_leaf for leaf in state.leaves)
         return replace(self, entered_as="copy") if any_inner else self
 
     def amended(self, state: CaptureState, changed: Collection[int | None]) -> InputWrapping:
-        """The plan with a base for each group of which a member is among the leaves `changed`."""
+        """The wrapping with a base for each alias group that has a member among the leaves `changed`."""
         based = set(self.based)
         for number, group in enumerate(state.aliases):
             if number not in based and any(member.leaf in changed for member in group.members):
@@ -65,7 +65,7 @@ class InputWrapping:
 
 
 def enter_as(what: EnteredAs, primal: PrimalValue, tensor: torch.Tensor) -> torch.Tensor:
-    """What a function is given for a primal: the tensor, or an alias or copy of it, with its history."""
+    """The tensor that the function gets for a primal: `tensor`, or a differentiable alias or copy of it."""
     if what == "itself" or primal.is_leaf or not primal.differentiable:
         return tensor
     with torch.enable_grad():
@@ -78,8 +78,8 @@ def new_input(
     parts: Sequence[torch.Tensor],
     name_of: Callable[[int, int], str],
 ) -> torch.Tensor:
-    """A functional tensor made up, as `wrapping`, of new inputs of the graph that are like the fake `parts`.
-    `name_of` gives their names, from the number of a part and how many there are."""
+    """Add graph inputs like the fake tensors in `parts`, and wrap them in a functional tensor as `wrapping`
+    says. `name_of` names an input, from its number and how many inputs there are."""
     inputs = [tracer.placeholder(name_of(i, wrapping.count), part) for i, part in enumerate(parts)]
     return to_functional(built(wrapping, iter(inputs)))
 
@@ -89,17 +89,22 @@ class Inputs:
     """The inputs of one trace.
 
     Attributes:
-        first: follows the run of the function, if it may go on eagerly.
-        primals: inputs of the graph, in order; `roles` has one entry per placeholder.
-        leaves: by primal that is a tensor, the functional tensor with which autograd begins.
-        entries: by source (leaf of the state, or after those what the function found), what the function
-            sees.
-        entered: by primal, the tensor that the function can change; None for a number.
+        state: the function and its fake inputs.
+        plan: how inputs are wrapped.
+        tracer: records the graph.
+        first: follows the function's run and may finish it eagerly; None if it must not.
+        primals: the inputs of the graph, in order.
+        roles: the role of each placeholder.
+        leaves: by number of a tensor primal, the functional tensor at which its autograd graph begins.
+        entered: by primal, the tensor that the function can mutate; None for a number.
         histories: by primal, the ``grad_fn`` with which it entered.
-        bared: tensors of which the function took ``.data``. strided: as in `ClosureTensors`.
-        reads_offsets: whether it depends on where tensors begin in their memory.
-        reenters: whether it has reentrant checkpoints that are differentiated.
-        shown: by identity of a real tensor that the function is given, its entry.
+        entries: what the function sees, by source: first the leaves of the state, then captured closure
+            tensors.
+        bared: tensors whose ``.data`` the function took.
+        strided: as in `ClosureTensors`.
+        reads_offsets: whether the function depends on where tensors begin in their memory.
+        reenters: whether the function has differentiated reentrant checkpoints.
+        shown: by identity of a real tensor that the function gets, its entry.
     """
 
     state: CaptureState
@@ -119,10 +124,10 @@ class Inputs:
     shown: dict[int, Any] = field(default_factory=dict)
 
     def look_at(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at a call that the function makes.
+        """Check one call that the function makes.
 
         Raises:
-            Refusal: the function catches an error that only a run of `operator` can raise.
+            Refusal: the function catches an error that `operator` raises only when it runs on real data.
         """
         errors = errors_by_value(operator, args, kwargs)
         if errors and (line := line_that_catches(Inputs.call.__code__, errors)):
@@ -130,10 +135,10 @@ class Inputs:
             raise Refusal("error-caught", text)
 
     def call(self) -> Any:
-        """Run the function, or trace again what its first run has called.
+        """Run the function, or retrace the calls that its first run recorded.
 
         Raises:
-            Exception: the trace cannot go on, or the function has raised.
+            Exception: the trace cannot go on, or the function raised it.
         """
         first, seen = self.first, self._seen()
         is_retrace = first is not None and first.can_be_retraced
@@ -160,7 +165,7 @@ class Inputs:
         return result
 
     def _run(self, seen: Sequence[Any], is_retrace: bool) -> Any:
-        """Run the function itself, or what it has called."""
+        """Run the function itself, or its recorded calls."""
         if self.first is None or not isinstance(self.state.call, FlatCall):
             return self.state.call(seen)
         if is_retrace:
@@ -169,7 +174,7 @@ class Inputs:
         return self.state.call(seen, self.first)
 
     def _refuse_switches(self, watched: Watched, keeps_modes: bool) -> None:
-        """Refuse a function that has switched what outlives it."""
+        """Refuse a function that leaves grad mode, or the state of a random generator, changed."""
         try:
             self.tracer.refuse_other_numbers()
             if not keeps_modes:
@@ -178,8 +183,9 @@ class Inputs:
             watched.stop(refusal)
 
     def _seen(self) -> list[Any]:
-        """What the function is given: tensors themselves of which it may ask more than a trace knows, such as
-        class, attributes and identity. They are traced as soon as torch is called with them."""
+        """The arguments for the function. Some are real tensors, because the function may ask for more than a
+        trace knows, such as their class, attributes or identity. We trace a real tensor once the function
+        calls torch with it."""
         entries = self.entries[: len(self.state.leaves)]
         if isinstance(self.state.call, FlatCall):
             if self.first is None and self.state.call.shows_arguments:
@@ -190,23 +196,23 @@ class Inputs:
         return entries
 
     def as_traced(self, value: Any) -> Any:
-        """An output, traced: the function may return what it was given."""
+        """The traced tensor for an output, which may be a real tensor that the function got."""
         return self.shown.get(id(value), value)
 
     def with_aliases(self, plan: InputWrapping) -> InputWrapping:
-        """The plan `plan`, with aliases if autocast has kept the cast of an input that is no leaf."""
+        """The wrapping `plan`, with aliases if autocast has cached the cast of an input that is no leaf."""
         kept = self.tracer.inputs_with_kept_cast()
         inner = (primal_name(i) for i, p in enumerate(self.primals) if p.differentiable and not p.is_leaf)
         is_enough = plan.entered_as == "copy" or kept.isdisjoint(inner)
         return plan if is_enough else replace(plan, entered_as="alias")
 
     def mutations(self, outputs: Sequence[Any]) -> list[Any]:
-        """How often inputs and outputs have been written to so far, and their shapes."""
+        """The mutation counts and shapes of all inputs and outputs so far."""
         seen = (*self.entered, *outputs)
         return [mutations_of(value) for value in seen if isinstance(value, torch.Tensor)]
 
     def enter(self) -> None:
-        """Make the inputs, inside of the mode in which the function runs."""
+        """Make the inputs. Call this inside the mode in which the function runs."""
         based = {
             member.leaf: (group, member)
             for number, group in enumerate(self.state.aliases)
@@ -225,7 +231,7 @@ class Inputs:
                 group, member = based[index]
                 if id(group) not in bases:
                     assert group.base is not None
-                    if not is_dense(group.base.value):  # a copy, of which views are made, would have no gaps
+                    if not is_dense(group.base.value):  # We take views of a copy, which would have no gaps.
                         raise not_representable("it changes inputs that share memory with gaps")
                     bases[id(group)] = self._tensor(group.base, group=self.state.aliases.index(group))
                 base = bases[id(group)]
@@ -242,7 +248,7 @@ class Inputs:
         return self.tracer.placeholder(primal_name(len(self.primals) - 1), leaf.value)
 
     def _tensor(self, given: Leaf, **where: Any) -> Any:
-        """Make a primal of a leaf; what the function sees of it."""
+        """Make a primal for a leaf, and return the tensor that the function sees."""
         wrapping: SubclassSpec = layout_of(given.value)
         number = len(self.primals)
         differentiable = given.requires_grad
@@ -262,7 +268,7 @@ class Inputs:
         return entered
 
     def found(self, tensor: torch.Tensor) -> Any:
-        """What is traced in place of a real tensor."""
+        """The traced tensor for a real tensor; a closure tensor becomes a new primal."""
         if id(tensor) in self.shown:
             return self.shown[id(tensor)]
         for number, primal in enumerate(self.primals):

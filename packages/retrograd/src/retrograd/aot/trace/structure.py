@@ -1,15 +1,15 @@
 """Divide eager's autograd graph into regions, and put them in eager's order.
 
-In: the autograd graph above a function's primals. Out: `Structure`: boundaries, regions with their nodes, and
-the order of a whole backward.
+In: the autograd graph above a function's primals. Out: a `Structure`: boundaries, regions with their nodes,
+and the order of a complete backward.
 
 Two nodes belong to the same region if the same visible tensors reach them without passing another visible
-tensor. So a region is reached as a whole or not at all, whatever outputs a loss is made of. Where an edge
-leads from one region into another there is a boundary. (That no two regions wait for each other follows: an
-edge that is no visible boundary leads to nodes that are reached by as many roots or more.)
+tensor. So a backward reaches all nodes of a region or none, whichever outputs the loss depends on. An edge
+from one region into another is a boundary. (No two regions wait for each other: an edge that is no visible
+boundary leads to nodes that as many roots reach, or more.)
 
-If hooks take gradients of leaves away as soon as they have accumulated (an optimizer in backward), eager has
-few of them at a time, while a region gives all its gradients at once. Regions may therefore be cut into
+If hooks free each leaf's gradient as soon as it has accumulated (an optimizer in backward), eager holds few
+gradients at a time, while a region returns all its gradients at once. Regions may therefore be cut into
 blocks, each of which ends with a node that completes the gradient of such a leaf.
 """
 
@@ -25,21 +25,23 @@ from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk, with_
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import CaptureOptions
 
-#: more regions than this, and all outputs are differentiated together.
+#: with more regions than this, we differentiate all outputs together.
 MOST_REGIONS = 64
-#: if one function makes more contributions to a gradient than this, it adds them up itself, because separate
+#: if a graph makes more contributions to a gradient than this, it sums them itself, because separate
 #: contributions occupy memory until the region ends.
 MOST_SEPARATE_SUMS = 32
-#: most cuts that are made: each costs a node and a call.
+#: the most cuts that we make: each costs an autograd node and a call.
 MOST_BLOCKS = 32
 
 
 @dataclass(frozen=True)
 class RegionNodes:
-    """The nodes of a region in the order in which eager runs them; roots are numbers of boundaries.
+    """One region of the autograd graph.
 
     Attributes:
-        sends: by node and number of its edge, where the gradient goes if it leaves the region.
+        nodes: the region's nodes, in the order in which eager runs them.
+        roots: the numbers of the boundaries at which cotangents enter.
+        sends: by node and number of its edge, the destination of each gradient that leaves the region.
     """
 
     nodes: tuple[int, ...]
@@ -48,7 +50,7 @@ class RegionNodes:
 
     @property
     def destinations(self) -> tuple[Destination, ...]:
-        """Where its gradients go."""
+        """Where the region's gradients go."""
         return tuple(dict.fromkeys(self.sends.values()))
 
 
@@ -57,9 +59,9 @@ class Structure:
     """Eager's autograd graph, divided.
 
     Attributes:
-        boundaries: the edge of each: visible ones first, as given.
-        regions: in the order of `order`.
-        order: eager's steps when every visible boundary gets a cotangent.
+        boundaries: the edge of each boundary; the visible ones come first, in the order of the graph's roots.
+        regions: the regions, in the order in which they run.
+        order: eager's steps if every visible boundary gets a cotangent.
     """
 
     boundaries: tuple[Edge, ...]
@@ -77,9 +79,11 @@ def divide(
     """Divide `graph`, whose roots are the edges of the visible tensors.
 
     Args:
-        primals: by node that accumulates: the primal whose gradient it is.
-        leaves: primals whose gradients may have to become visible one by one.
-        steps: by node that stands for several of eager's, which of its edges each of these has.
+        graph: the autograd graph.
+        primals: for each node that accumulates a gradient, the primal that receives it.
+        options: how to divide.
+        leaves: the primals whose gradients hooks may have to see one by one.
+        steps: for each node that stands for several of eager's nodes, the edges of each of those.
     """
     stepwise, _ = with_steps(graph, steps)
     order = [node for node in eager_walk(stepwise) if node != ROOT and node < len(graph.nodes)]
@@ -87,9 +91,9 @@ def divide(
 
 
 class _RegionDivision:
-    """One graph that is divided.
+    """Divides one graph.
 
-    A region that a node belongs to has any hashable name until regions are numbered.
+    Regions have arbitrary hashable names until they are numbered.
     """
 
     def __init__(
@@ -111,13 +115,13 @@ class _RegionDivision:
         if options.split_at_leaf_grads:
             self._region_of = self._cut_into_blocks()
         blocks = self._cut_between_contributions() if options.separate_sums else None
-        #: whether regions that contribute to one sum one after the other run one after the other
+        #: whether regions that contribute to the same sum must run in eager's order.
         self._takes_turns = blocks is not None
         self._region_of = blocks or self._region_of
         self._leading = self._leading_to_primals()
 
     def structure(self) -> Structure:
-        """What the graph is divided into."""
+        """The divided graph."""
         members: dict[Hashable, list[int]] = {}
         for node in self._nodes:
             members.setdefault(self._region_of[node], []).append(node)
@@ -126,7 +130,7 @@ class _RegionDivision:
         regions = self._separate([self._region(nodes) for nodes in members.values()])
         steps = self._steps(regions)
         run = [step.index for step in steps if not step.is_leaf]
-        place = {number: i for i, number in enumerate(run)}  # regions are numbered as they run
+        place = {number: i for i, number in enumerate(run)}  # We number regions in the order they run.
         order = tuple(step if step.is_leaf else BackwardStep(place[step.index]) for step in steps)
         return Structure(tuple(self._boundaries), tuple(regions[number] for number in run), order)
 
@@ -134,14 +138,15 @@ class _RegionDivision:
         return [edge for edge in self._graph.nodes[node].edges if edge is not None]
 
     def _contributors(self, nodes: Iterable[int]) -> dict[Edge, list[int]]:
-        """By edge, those of `nodes` that contribute to the gradient there, in order; some more than once."""
+        """By edge, the nodes that contribute to the gradient there, in order. A node with two contributions
+        is listed twice."""
         found: dict[Edge, list[int]] = {}
         for node in nodes:
             for edge in self._edges(node):
                 found.setdefault(edge, []).append(node)
         return found
 
-    # which nodes belong together
+    # which nodes share a region
 
     def _reached_by(self) -> dict[int, Hashable]:
         """For each node, the visible tensors that reach it."""
@@ -157,10 +162,10 @@ class _RegionDivision:
     def _cut_between_contributions(self) -> dict[int, Hashable] | None:
         """For each node, its region and the number of its block. None if there would be too many blocks.
 
-        A sum of three or more has eager's bits only if it is made in eager's order; something from outside
-        may be added to what arrives at visible tensors and primals. So where one region contributes to a sum
-        after another, both are cut, and all others too: what eager runs before the cut then runs before what
-        it runs after it.
+        A sum of three or more contributions is bitwise equal to eager's only if we add them in eager's order.
+        At visible tensors and primals, contributions from outside the graph may be added too. So if one
+        region contributes to a sum after another, we cut every region at that point: whatever eager runs
+        before the cut then runs before whatever it runs after the cut.
         """
         region_of, cuts = self._region_of, set[int]()
         for edge, nodes in self._contributors(self._nodes).items():
@@ -188,12 +193,12 @@ class _RegionDivision:
         return blocks
 
     def _cuts(self, nodes: Sequence[int]) -> list[int]:
-        """Places among the `nodes` of a region after which to cut, in order. These are the nodes that
-        complete the gradient of one of the leaves. The last node is left out, and so is every place where a
-        cut would change the order of a sum.
+        """Positions among a region's `nodes` after which to cut, in order.
 
-        A block adds up what it gives to one place before anything else is added. That is eager's sum if, of
-        those that give to one place, only one comes after the cut.
+        We cut after each node that completes the gradient of one of the leaves, except the last node, and
+        except where a cut would change the order of a sum. A block sums its own contributions to an edge
+        before anything else is added to them. That is eager's order if only one contribution to that edge
+        comes after the cut.
         """
         place = {node: i for i, node in enumerate(nodes)}
         given = {edge: [place[one] for one in by] for edge, by in self._contributors(nodes).items()}
@@ -207,10 +212,10 @@ class _RegionDivision:
             if place < len(nodes) - 1 and not any(first <= place < last for first, last in sums)
         ]
 
-    # what crosses from region to region
+    # edges between regions
 
     def _leading_to_primals(self) -> set[int]:
-        """The nodes from which a gradient comes to a primal; the others differentiate a view made under
+        """The nodes from which a gradient reaches a primal. The others differentiate a view made under
         `no_grad`."""
         found: set[int] = set()
         for node in reversed(self._nodes):
@@ -219,7 +224,7 @@ class _RegionDivision:
         return found
 
     def _crossing(self, node: int) -> list[Edge]:
-        """Edges of the node that lead to a primal, through another region."""
+        """The node's edges that lead to a primal through another region."""
         own = self._region_of[node]
         return [
             edge
@@ -241,12 +246,13 @@ class _RegionDivision:
         return RegionNodes(tuple(nodes), tuple(roots), sends)
 
     def _is_hidden(self, there: Destination) -> bool:
-        """Whether nothing is added from outside to the gradient there."""
+        """Whether nothing outside the graph can add to the gradient at this destination."""
         return there.is_boundary and there.index >= self._seen
 
     def _separate(self, regions: Sequence[RegionNodes]) -> list[RegionNodes]:
-        """Keep contributions to a gradient apart, where there are three or more from several regions. With
-        `separate_sums`, also those of one region, if contributions from outside the function may be added."""
+        """Number the contributions to a gradient, so that regions do not sum them, if there are three or more
+        from several regions. With `separate_sums`, two or more suffice, even from one region, if something
+        outside the function may add to that gradient."""
         counts = [Counter(region.sends.values()) for region in regions]
         total = sum(counts, Counter[Destination]())
         shared = {
@@ -262,8 +268,8 @@ class _RegionDivision:
     # the order
 
     def _steps(self, regions: Sequence[RegionNodes]) -> list[BackwardStep]:
-        """The steps in order. A region runs as late as possible: just before the user can see something of
-        it, which is a hook on a visible tensor or a complete gradient."""
+        """The steps in order. A region runs as late as possible: just before the user can observe a result of
+        it, in a hook on a visible tensor or in a complete gradient."""
         home = {node: number for number, region in enumerate(regions) for node in region.nodes}
         boundary_home = [home[edge.node] for edge in self._boundaries]
         needs: dict[int | Destination, list[int]] = {}
@@ -292,7 +298,7 @@ class _RegionDivision:
         return list(steps)
 
     def _turns(self, regions: Sequence[RegionNodes]) -> Iterator[tuple[int, int]]:
-        """Regions that contribute to one sum, one after the other."""
+        """Pairs of regions that contribute to the same sum, of which the first must run first."""
         givers: dict[Destination, list[int]] = {}
         for number, region in enumerate(regions):
             for there in region.sends.values():
@@ -303,7 +309,7 @@ class _RegionDivision:
 
 
 def _numbered(region: RegionNodes, shared: Collection[Destination]) -> RegionNodes:
-    """The region, whose contributions to the destinations `shared` are numbered."""
+    """The region with its contributions to the destinations in `shared` numbered."""
     seen = Counter[Destination]()
     sends = {}
     for place, there in region.sends.items():
