@@ -1,1 +1,1 @@
-"""Backends: from the graph of a segment to something that runs it."""
+"""Backends: each turns a graph into code that runs it."""

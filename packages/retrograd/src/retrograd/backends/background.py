@@ -1,7 +1,7 @@
-"""Compile on another thread, while calls run as eager runs them.
+"""Compiles on another thread, while calls run in eager mode.
 
-In: something to compile, and how long to wait for it. Out: a future, whose code may run once it is taken. One
-thread compiles, in the order of asking; Inductor's own worker processes do most of the work.
+In: a function that compiles, and how long to wait for it. Out: a future. Its code may run once we have taken
+it. One thread compiles, in the order of requests; Inductor's worker processes do most of the work.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from retrograd.backends.base import Boxed
 from retrograd.process import ForkSafeLock
 
-#: code, or what went wrong while it was compiled.
+#: code, or the error of its compilation.
 PendingCode = Future[Boxed]
 
-#: what has begun and was not taken yet; what was taken.
+#: compilations that were started and not taken yet; those that were taken.
 pending: weakref.WeakSet[PendingCode] = weakref.WeakSet()
 _taken: weakref.WeakSet[PendingCode] = weakref.WeakSet()
 _lock = ForkSafeLock()
 
 
 def begin(compile: Callable[[], Boxed], seconds: float) -> PendingCode:
-    """Compile on another thread, and wait for it for at most `seconds`. What is there in time is taken."""
+    """Compile on another thread, and wait for at most `seconds`. If it finishes in time, we take the code."""
     job = _thread().submit(contextvars.copy_context().run, compile)
     in_time = bool(seconds and wait([job], seconds).done)
     if in_time:
@@ -37,12 +37,12 @@ def begin(compile: Callable[[], Boxed], seconds: float) -> PendingCode:
 
 
 def is_taken(job: PendingCode) -> bool:
-    """Whether the code was there in time, or a backward has begun since: it may run."""
+    """Whether the code may run: it finished in time, or a backward has begun since it finished."""
     return job in _taken
 
 
 def take_finished() -> None:
-    """A backward begins: what is finished is taken. Within one backward, segments do not change."""
+    """Call this when a backward begins. Takes finished code, so that segments never change in a backward."""
     with _lock:
         for job in [job for job in pending if job.done()]:
             pending.remove(job)
@@ -50,7 +50,7 @@ def take_finished() -> None:
 
 
 def wait_for_all(timeout: float | None = None) -> bool:
-    """Wait until everything that has begun is finished, for at most `timeout` seconds; whether it is."""
+    """Wait for all compilations, for at most `timeout` seconds. Returns whether they are finished."""
     with _lock:
         futures = list(pending)
     return not wait(futures, timeout).not_done
@@ -62,7 +62,7 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _after_fork() -> None:
-    """The thread does not exist in a child; what it was compiling stays interpreted there."""
+    """Drop the thread: it does not exist in a forked child. What it was compiling stays interpreted there."""
     pending.clear()
     _thread.cache_clear()
 

@@ -1,7 +1,7 @@
-"""What a backend is.
+"""The interface of backends.
 
-In: the functionalised ATen graph of a segment (an FX graph module that returns a tuple) and its fake
-example inputs. Out: a boxed callable, that is one that takes a list of inputs and may empty it.
+In: the functionalised ATen graph of a segment (an FX graph module that returns a tuple) and its fake example
+inputs. Out: a boxed callable: it takes a list of inputs and may empty it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from retrograd.graph.lazy import LazyGraph
 
 @dataclass(frozen=True)
 class GraphKind:
-    """What a graph is part of.
+    """The role of a graph.
 
     Attributes:
         is_backward: whether it computes gradients of a captured function.
-        is_inference: whether nothing of it will be differentiated.
-        visible: how many outputs, from the first, must have the strides that they were traced with; None: it
-            is for the backend to say.
-        known_as: the name of the graph on disk, which says all about it and its inputs, if it has one.
+        is_inference: whether none of its results will be differentiated.
+        visible: how many of the first outputs must have their traced strides. None leaves it to the backend.
+        known_as: the graph's cache key on disk, which determines it and its inputs; None if it has none.
     """
 
     is_backward: bool = False
@@ -41,8 +40,8 @@ SEGMENT = GraphKind()
 
 
 class Answer(Future[str | None]):
-    """What another process will say of a graph that it is to compile: why it could not, or None. An exception
-    would hold the frames of who waited for it, with their tensors, for as long as a thread knows of it."""
+    """The answer of another process that compiles a graph: None, or why it failed. We do not use exceptions:
+    an exception keeps the waiting code's frames and tensors alive while a thread refers to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,19 +49,19 @@ class Answer(Future[str | None]):
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether the process was forked since: nobody will tell it."""
+        """True if this process was forked since. The child never receives an answer."""
         return self._process != os.getpid()
 
 
 class Backend:
-    """A way to run segments.
+    """Compiles and runs segments.
 
     Attributes:
         name: shown in reports.
-        traces: whether segments are traced to ATen; if not, they are interpreted as captured, which gives
-            gradients equal to eager's bit for bit.
+        traces: whether segments are traced to ATen. If not, they are interpreted as captured, and gradients
+            equal eager's bit for bit.
+        takes_parts: whether we may compile parts of a graph separately, instead of the whole.
         for_speed: whether its code is meant to be faster than eager.
-        takes_parts: whether parts of a graph may be compiled, each for itself, instead of the whole.
         takes_writes: whether graphs may write to their inputs by ``aten.copy_``.
     """
 
@@ -73,14 +72,15 @@ class Backend:
     takes_writes: bool = False
 
     def prepare(self, *, in_process: bool = False) -> None:
-        """Graphs may follow soon, `in_process` for `begin` too: start what takes time. It is called often."""
+        """Start slow preparations: graphs may follow soon, for `begin` too if `in_process`. Called often."""
 
     def process_settings(self) -> Mapping[str, Any] | None:
-        """What code depends on besides its graph, if other processes can compile; None if they cannot."""
+        """What code depends on besides its graph. None if other processes cannot compile for this one."""
         return None
 
     def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
-        """Have another process begin with what `compile` will be asked for; None if nobody does."""
+        """A handle to another process that compiles this graph; `compile` then hits the cache. None if no
+        process does."""
         return None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
@@ -88,9 +88,9 @@ class Backend:
         return {}
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
-        """The backend for parts of `graph`: what it chooses by the whole of one, it chooses by that."""
+        """A backend for subgraphs of `graph` that inherits whole-graph decisions, such as memory format."""
         return self
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
-        """Compile a traced segment, or half of a captured function."""
+        """Compile a traced segment, or the forward or backward graph of a captured function."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Code of a backend that raises in a later run than its first.
+"""Recovers from code that raises in a run after its first.
 
-In: a backend, and what it compiles. Out: its code; where that raises, and has left its inputs as they were,
-the graph is interpreted. Random numbers are drawn again from the state in which the generators were. An error
-of the first run is for the caller, who knows more ways out.
+In: a backend, and a graph to compile. Out: the backend's code. If it raises, and its inputs are unchanged, we
+interpret the graph. Random numbers are drawn again from the same generator states. The caller handles an
+error in the first run, because it has more ways to recover.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def compile_fallible(
     strict: bool = False,
     is_proven: bool = False,
 ) -> Boxed:
-    """Compile with `backend`, unless the graph only hands on what it is given. If `strict`, or if the graph
-    does more than draw random numbers besides its results, all errors are for the caller; if not `is_proven`,
-    those of the first run are."""
+    """Compile with `backend`, unless the graph only returns its inputs.
+
+    The caller gets all errors if `strict`, or if the graph has other effects than drawing random numbers. It
+    gets errors of the first run unless `is_proven`.
+    """
     if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
         return AtenBackend().compile(gm, example_inputs)
     effects = filter(has_effect, gm.graph.nodes)
     if strict or isinstance(backend, AtenBackend) or not all(map(only_draws, effects)):
         return backend.compile(gm, example_inputs, half)
-    own = AtenBackend().compile(gm, example_inputs)  # before the backend may change the graph
+    own = AtenBackend().compile(gm, example_inputs)  # before the backend can change the graph
     draws = random_devices(gm.graph)
     code = backend.compile(gm, example_inputs, half)
     is_foreign = not isinstance(backend, InductorBackend)
@@ -51,20 +53,20 @@ def compile_fallible(
 
 @dataclass(eq=False)
 class _FallibleCode:
-    """Code that may be replaced.
+    """Code that may be replaced by its interpreted graph.
 
-    Its inputs are not kept alive: code frees them as it goes on. What it has not freed before it raises is
-    still there, in its frames.
+    We do not keep the inputs alive: code frees them as it runs. Inputs that it has not freed when it raises
+    are still alive in its frames.
 
     Attributes:
         name: of the backend.
         run: the code.
         own: interprets the graph.
-        draws: devices whose generators it uses.
-        is_foreign: whether the code is a user's. It may change its inputs, though the graph does not; all of
-            its runs are watched.
-        runs: how often it counts as having run.
-        failures: how often it has raised.
+        draws: devices whose generators the graph uses.
+        is_foreign: whether the code is from a user's backend. It may mutate its inputs, although the graph
+            does not, and we watch all its runs.
+        runs: how many runs it counts.
+        failures: how often it raised.
     """
 
     name: str
@@ -76,9 +78,9 @@ class _FallibleCode:
     failures: int = 0
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the code."""
         if self.runs >= WATCHED_RUNS and not self.is_foreign:
-            self.own = self.run  # the graph is needed no more
+            self.own = self.run  # we no longer need the graph
             return self.run(args)
         if self.runs == 0:
             results = self.run(args)
@@ -97,11 +99,11 @@ class _FallibleCode:
             if versions is not None and versions_of(values) != versions:
                 raise
             restore_generator_states(generators)
-            clear_frames(error.__traceback__)  # they hold what the code has computed so far
+            clear_frames(error.__traceback__)  # they hold the code's intermediate results
             return self._made_good(values, error)
 
     def _made_good(self, values: list[Any], error: Exception) -> Sequence[Any]:
-        """The results of the graph itself; if that raises as well, `error` is the program's."""
+        """The results of the interpreted graph. If that raises too, `error` is the program's fault."""
         try:
             results = self.own(values)
         except Exception:

@@ -1,15 +1,16 @@
-"""Compile graphs in other processes while this one goes on.
+"""Compiles graphs in other processes while this one continues.
 
 In: graphs that this process will give to Inductor. Out: futures, and entries in Inductor's cache on disk.
-Before this process compiles such a graph, it waits for the future, and finds the code there. A graph that no
-process has begun with it compiles itself, as it does wherever one fails: no result depends on them.
+Before this process compiles such a graph, it waits for the future, and then finds the code in the cache. It
+compiles a graph itself if no process has started on it, or if one has failed. So no result depends on other
+processes.
 
-Inductor lowers one graph after the other, on one thread, and waits for the kernels of each. A deep model is
-several graphs, for each half the repeated layer and what stands around it.
+Inductor lowers graphs one at a time, on one thread, and waits for the kernels of each. A deep model consists
+of several graphs: the repeated layer and the code around it, for the forward and for the backward.
 
-Each process is served by a thread. All end when nothing was asked of them for a while, when one fails, and
-with this process. A job carries Inductor's settings; a process refuses to work if what compiled code depends
-on is not the same there. To load kernels it uses the devices, which takes some memory of them for as long.
+A thread serves each process. Processes exit after an idle timeout, when one of them fails, or when this
+process exits. A job carries Inductor's settings. A worker refuses the job if something else that compiled
+code depends on differs there. It uses the devices to load kernels, and holds some of their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from retrograd.trace import new_fake_mode
 _log = AOT_LOGS["cache"]
 
 
-#: settings under which Inductor runs kernels while it compiles, and chooses by their times. Beside other work
-#: they are other times.
+#: settings under which Inductor times kernels while it compiles, and chooses by the times. Other work on the
+#: machine changes these times.
 MEASURING = (
     "max_autotune",
     "max_autotune_gemm",
@@ -66,16 +67,16 @@ MEASURING = (
 
 
 def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: GraphKind, settings: Mapping[str, Any]) -> bytes:
-    """All that compiling `gm` needs, as data.
+    """Everything that is needed to compile `gm`, serialised.
 
     Raises:
-        TypeError: something cannot be written.
-        ExportError: likewise, in the graph.
+        TypeError: something cannot be serialised.
+        ExportError: something in the graph cannot be serialised.
     """
     writer = Writer()
     job = {
         "document": writer.document(writer.graph(gm, inputs)),
-        "half": asdict(replace(half, known_as=None)),  # it is sent before it has a name
+        "half": asdict(replace(half, known_as=None)),  # we send it before it has a name
         "settings": dict(settings),
         "modules": defining_modules(gm.graph),
     }
@@ -83,18 +84,18 @@ def job_of(gm: fx.GraphModule, inputs: Sequence[Any], half: GraphKind, settings:
 
 
 class _Processes:
-    """Processes, and the threads of this one that talk to them.
+    """The worker processes, and the threads of this process that serve them.
 
-    One process imports all that is needed, and forks the others, each for one connection.
+    One process imports what is needed, and forks the workers, one for each connection.
 
     Attributes:
-        settings: under which they compile; None until `start` has said so.
+        settings: under which they compile; None until `start` sets them.
     """
 
     def __init__(self, count: int) -> None:
         self.settings: Portable | None = None
         self._waiting: SimpleQueue[tuple[bytes, Answer] | None] = SimpleQueue()
-        #: jobs that were ever sent, and those that are not answered yet.
+        #: how many jobs were ever sent; how many are not answered yet.
         self._sent = self._open = 0
         pipes = [Pipe() for _ in range(count)]
         self._connections = [ours for ours, _ in pipes]
@@ -105,7 +106,7 @@ class _Processes:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(sys.path),
-                # The other way to ask for devices uses them, and then the process could not be forked.
+                # The other way to ask for devices initialises them, and then the process could not fork.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                 "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, compile_threads() // count)),
                 "TORCHINDUCTOR_WORKER_START": "fork",
@@ -123,22 +124,22 @@ class _Processes:
 
     @property
     def is_usable(self) -> bool:
-        """Whether they run."""
+        """Whether they are running."""
         return self._process.poll() is None
 
     def send(self, job: bytes) -> Answer:
-        """Have one of them begin with `job` as soon as it can. The caller holds `_changing`."""
+        """Have a worker compile `job` as soon as one is free. The caller holds `_changing`."""
         self._sent, self._open = self._sent + 1, self._open + 1
         self._waiting.put((job, answer := Answer()))
         return answer
 
     def abandon(self) -> None:
-        """They are another process's."""
+        """Close the connections, without ending the workers: they belong to the parent process."""
         for connection in self._connections:
             connection.close()
 
     def stop(self) -> None:
-        """End them. What they have not done yet has failed."""
+        """End the workers. Their unfinished jobs fail."""
         with _changing:
             if self.is_usable:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -161,7 +162,7 @@ class _Processes:
         connection.close()
 
     def _end_after(self, seconds: float) -> None:
-        """End them after so many seconds, if nothing is asked of them until then."""
+        """End the workers after so many seconds, unless new jobs arrive."""
         sent = self._sent
 
         def end() -> None:
@@ -174,13 +175,13 @@ class _Processes:
         timer.start()
 
 
-#: those of this process, if there are any; and what is held while they are started, asked or ended.
+#: the workers of this process, or None; and the lock for starting, asking and ending them.
 _now: _Processes | None = None
 _changing = ForkSafeLock()
 
 
 def boot() -> None:
-    """Graphs may be there in some seconds: have processes start, where there are processors enough."""
+    """Start workers, if there are enough processors: graphs may follow in some seconds."""
     global _now
     count = how_many()
     with _changing:
@@ -192,7 +193,7 @@ def boot() -> None:
 
 
 def start() -> None:
-    """Graphs may be there soon: have processes ready, if what they need can be sent. It is called often."""
+    """Have workers ready, if our settings can be sent to them: graphs may follow soon. Called often."""
     if not how_many() or is_memory_scarce():
         return
     try:
@@ -209,7 +210,7 @@ def start() -> None:
 
 
 def how_many() -> int:
-    """How many processes this machine has room for."""
+    """How many workers this machine has room for."""
     if sys.platform != "linux" or not sys.executable:
         return 0
     return min(MOST_PROCESSES, compile_threads() // WORKERS_EACH)
@@ -218,7 +219,7 @@ def how_many() -> int:
 @atexit.register
 @forgotten_by_reset
 def stop() -> None:
-    """End all processes."""
+    """End all workers."""
     global _now
     with _changing:
         ended, _now = _now, None
@@ -229,7 +230,7 @@ def stop() -> None:
 def begin(
     gm: fx.GraphModule, inputs: Sequence[Any], half: GraphKind, settings: Mapping[str, Any]
 ) -> Answer | None:
-    """Have a process begin to compile `gm` as soon as one can; None if none will, which the log explains."""
+    """Have a worker compile `gm` as soon as one is free. None if no worker will; the log says why."""
     try:
         with _changing:
             if _now is None or not _now.is_usable or _now.settings is None:
@@ -244,11 +245,11 @@ def begin(
 
 
 def is_done(answer: Answer | None, *, once_begun: bool = False) -> bool:
-    """Wait for another process; whether it has compiled the graph.
+    """Wait for a worker. Returns whether it has compiled the graph.
 
     Args:
-        answer: of `begin`.
-        once_begun: wait only if a process has begun with it; if none has, none will.
+        answer: the result of `begin`.
+        once_begun: wait only if a worker has started on the graph. If not, we cancel the job.
     """
     if answer is None or answer.is_of_parent or (once_begun and answer.cancel()):
         return False
@@ -273,11 +274,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# in the other process
+# in the worker
 
 
 def fork_each(handles: Sequence[int]) -> None:
-    """Import what is needed, then have a process for each of the connections."""
+    """Import what is needed, then fork a worker for each connection."""
     import_everything()
     for handle in handles:
         if os.fork() == 0:
@@ -290,7 +291,7 @@ def fork_each(handles: Sequence[int]) -> None:
 
 
 def work(handle: int) -> None:
-    """Do what comes through a connection, until it is closed."""
+    """Compile the jobs that arrive on a connection, until it is closed."""
     is_ready = False
     with Connection(handle) as parent, contextlib.suppress(EOFError):
         while True:

@@ -1,6 +1,6 @@
-"""The backends, and how one is found by name or made of a callable.
+"""The backends, and how to find one by name or make one from a callable.
 
-In: what the user gave as ``backend=``. Out: a `Backend`.
+In: the user's ``backend=`` argument. Out: a `Backend`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _log = AOT_LOGS["cache"]
 
 
 class AtenBackend(Backend):
-    """Interprets the functionalised ATen graph: between ``eager`` and ``inductor``, to tell which stage
-    makes a difference."""
+    """Interprets the functionalised ATen graph. It lies between ``eager`` and ``inductor``, and shows which
+    stage makes a difference."""
 
     name = "aten"
     takes_writes = True
@@ -45,7 +45,7 @@ class AtenBackend(Backend):
 
 
 class EagerBackend(AtenBackend):
-    """Runs the captured node calls themselves: gradients equal eager's bit for bit."""
+    """Runs the captured node calls themselves. Gradients equal eager's bit for bit."""
 
     name = "eager"
     traces = False
@@ -54,10 +54,10 @@ class EagerBackend(AtenBackend):
 
 
 class InductorBackend(Backend):
-    """Compiles through ``compile_fx_inner`` with Inductor's own decompositions; no Dynamo, no AOTAutograd.
+    """Compiles through ``compile_fx_inner`` with Inductor's decompositions, without Dynamo or AOTAutograd.
 
     Args:
-        settings: of ``torch._inductor.config``, while it compiles.
+        settings: of ``torch._inductor.config``, in effect while it compiles.
     """
 
     name = "inductor"
@@ -96,11 +96,11 @@ class InductorBackend(Backend):
 
 
 class CustomBackend(Backend):
-    """Wraps a user's compile function, as ``torch.compile`` takes them.
+    """Wraps a user's compile function, with the signature that ``torch.compile`` expects.
 
     Args:
-        fn: takes a graph module and fake example inputs; returns a callable that takes the inputs one by
-            one, or, if it carries ``_boxed_call = True``, as one list.
+        fn: takes a graph module and fake example inputs; returns a callable. We pass the inputs one by one,
+            or as one list if the callable has ``_boxed_call = True``.
     """
 
     takes_parts = False
@@ -136,10 +136,10 @@ class CustomBackend(Backend):
         return run
 
     def _check(self, results: Sequence[Any], expected: Sequence[Any]) -> None:
-        """Look at the results of a first run.
+        """Check the results of the first run.
 
         Raises:
-            BackendError: it gave another number of results, or results of another shape or dtype.
+            BackendError: the number of results is wrong, or the shape or dtype of one.
         """
         found = [_described(result) for result in results]
         if len(found) != len(expected):
@@ -152,20 +152,20 @@ class CustomBackend(Backend):
 
 
 def _described(value: Any) -> str | None:
-    """Dtype and shape of a tensor of known sizes; None of anything else."""
+    """Dtype and shape of a tensor with known sizes; None for anything else."""
     if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in value.shape):
         return None
     return f"{value.dtype} {list(value.shape)}"
 
 
-#: the registered backends by name.
+#: the registered backends, by name.
 BACKENDS: dict[str, Callable[[], Backend]] = {
     backend.name: backend for backend in (AtenBackend, EagerBackend, InductorBackend)
 }
 
 
 def find_backend(backend: str | Backend | Callable[..., Any], option: str = "backend") -> Backend:
-    """The backend named, given or wrapped; `option` is the name under which it was given."""
+    """The backend for a name, a `Backend` or a callable. `option` is the option's name in errors."""
     if isinstance(backend, str) and backend in BACKENDS:
         return BACKENDS[backend]()
     if isinstance(backend, Backend):

@@ -1,11 +1,11 @@
-"""After many calls, code of a whole graph in place of code in parts.
+"""Replaces code in parts by code of the whole graph after many calls.
 
-In: code in parts, and functions that have another process begin with the whole, and that give its code.
-Out: a boxed callable like both.
+In: code in parts, and two functions: one has another process compile the whole graph, the other returns its
+code. Out: a boxed callable like both.
 
-Parts make the first call quick. The whole makes later ones quick: its kernels are fused across the borders
-of parts, and it uses memory again that parts ask for anew. The results of the two may differ in last bits. So
-the change comes after a fixed number of calls, and waits for the code if need be: no result depends on how
+Parts make the first call fast. The whole graph makes later calls fast: kernels are fused across the borders
+of parts, and memory is reused that parts would allocate anew. The results of the two may differ in the last
+bits. So we switch after a fixed number of calls, and wait for the code if needed: results never depend on how
 long compiling took.
 """
 
@@ -34,14 +34,15 @@ class TierUp:
     Args:
         parts: the code.
         calls: how many calls it serves, at least 2.
-        begin, finish: have the code of the whole made, and give it. Parts remain where one of them raises.
+        begin: starts to compile the whole graph. If it raises, the parts stay.
+        finish: returns the code of the whole graph. If it raises, the parts stay.
     """
 
     def __init__(
         self, parts: Boxed, calls: int, begin: Callable[[], object], finish: Callable[[], Boxed]
     ) -> None:
         self._run, self._calls, self._lock = parts, 0, ForkSafeLock()
-        #: what follows a call, the last one first: its number at the earliest, and a function of its results.
+        #: what to do after calls, last action first: the earliest call, and a function of the call's results.
         self._besides: list[tuple[int, Callable[[Sequence[Any]], object]]] = [
             (calls, lambda results: self._change(finish, results)),
             (max(1, calls // WHOLE_BEGINS), lambda results: begin()),
@@ -49,7 +50,7 @@ class TierUp:
         self._due: float = self._besides[-1][0]
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the code."""
         self._calls += 1
         results = self._run(args)
         if self._calls >= self._due and self._lock.take_if_free():
@@ -59,13 +60,13 @@ class TierUp:
                 self._lock.release()
         return results
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _do_besides(self, results: Sequence[Any]) -> None:
         if self._calls < self._due:
             return
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if is_captured or not are_modes_plain():
-            return  # it would be seen, so it follows a later call
+            return  # it would be captured or traced; we try after a later call
         try:
             with torch.inference_mode(False):
                 self._besides.pop()[1](results)
@@ -75,7 +76,7 @@ class TierUp:
         self._due = self._besides[-1][0] if self._besides else math.inf
 
     def _change(self, finish: Callable[[], Boxed], results: Sequence[Any]) -> None:
-        """Have the whole run from now on. Its results are laid out as `results` are: code that reads them was
-        compiled for that."""
+        """Run the whole graph from now on. Its results get the strides of `results`, because the code that
+        reads them was compiled for these."""
         self._run = with_strides_of(finish(), results)
         counters["whole_graphs"] += 1

@@ -1,1 +1,1 @@
-"""CUDA graphs: what a compiled function does on a device, recorded once and replayed where that is safe."""
+"""CUDA graphs: we record a compiled function's work on the device once, and replay it when that is safe."""

@@ -1,7 +1,7 @@
-"""The addresses of a function's inputs in its last calls.
+"""Tracks the addresses of a function's inputs over its last calls.
 
-In: the addresses and sizes of the inputs of each call that no recording fits. Out: which inputs are copied
-from now on, and whether a call is one that has come before.
+In: the addresses and sizes of the inputs of each call that no recording fits. Out: which inputs to copy from
+now on, and whether a call repeats an earlier one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from retrograd.policy import REMEMBERED
 
 
 class AddressHistory:
-    """The addresses of the last calls.
+    """The input addresses of the last calls.
 
     Args:
-        copyable: bytes. So many are copied rather than recorded for once more.
-        written: places of inputs that are written, and never copied.
+        copyable: up to this many bytes of moving inputs are copied; for more, we record again.
+        written: indices of inputs that the function writes to. We never copy these.
 
     Attributes:
-        copied: places of inputs whose address does not matter any more.
+        copied: indices of inputs that are copied, so that their addresses no longer matter.
     """
 
     def __init__(self, copyable: int, written: Collection[int] = ()) -> None:
@@ -30,10 +30,16 @@ class AddressHistory:
         self._settled: set[int] = set()
 
     def note(self, addresses: list[int], sizes: Sequence[int], given: Collection[int] = ()) -> bool:
-        """Note a call that no recording fits, with the bytes of its inputs, and the places of those that a
-        recording has `given`. Returns whether to record it: its addresses have come before, but for what is
-        copied or given; and what else has changed since the last call is copied from now on, if that is
-        little."""
+        """Add a call that no recording fits, and return whether to record it.
+
+        We record it if its addresses have come before; inputs that are copied, or in `given`, do not count.
+        Inputs that have moved since the last call are copied from now on, if they are small.
+
+        Args:
+            addresses: of the inputs.
+            sizes: of the inputs, in bytes.
+            given: indices of inputs that a recording produced.
+        """
         if self._last:
             changed = self._changed(addresses, self._last[-1]) - self._written - set(given)
             if sum(sizes[i] for i in self.copied | changed) <= self._copyable:
@@ -43,8 +49,8 @@ class AddressHistory:
         return is_repeated
 
     def settle(self, given: Collection[int]) -> bool:
-        """Copy no longer what a recording has `given`: it will come from there again. What was copied once
-        more after that stays so. Returns whether there is any."""
+        """Stop copying the inputs in `given`: a recording produced them, and they will have that address
+        again. If such an input moves again, we copy it for good. Returns whether any input changed."""
         settled = self.copied.intersection(given) - self._settled
         self._settled |= settled
         self.copied -= settled

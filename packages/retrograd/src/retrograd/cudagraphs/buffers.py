@@ -1,8 +1,7 @@
-"""Where inputs are copied that a recording does not read where they are.
+"""Buffers for inputs that a recording does not read at their own address.
 
-In: inputs. Out: `Buffer`, memory like that of an input. What is in a buffer matters from the copy to the end
-of the replay. Recordings of one pool are replayed one after the other, on one stream, so all of them copy to
-the same buffers.
+In: inputs. Out: `Buffer`, memory with an input's layout. Its content matters only from the copy to the end of
+the replay. The recordings of a pool are replayed one at a time, on one stream, so they share the buffers.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from retrograd.runtime.tensor import geometry_of, is_dense, new_memory, whole_of
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Where an input is copied to: the function gets `tensor`; `target` is its memory as it is written."""
+    """A copy's destination. The function reads `tensor`; we write `target`, which has the same memory."""
 
     tensor: torch.Tensor
     target: torch.Tensor
 
     @staticmethod
     def of(value: torch.Tensor) -> Buffer:
-        """A buffer like `value`. One whose elements do not fill their memory, each place once, is copied as a
-        row from its first to its last element."""
+        """A buffer like `value`. If elements overlap or leave gaps in memory, we copy the memory from the
+        first to the last element as one row."""
         with torch.inference_mode(False):
             make = new_memory(value.device)
             tensor = make(tuple(value.shape), tuple(value.stride()), value.dtype)
         return Buffer(tensor, tensor if is_dense(tensor) else whole_of([tensor]))
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, as it is read."""
+        """The tensor to copy from: `value`, or its memory as one row."""
         return value if self.target is self.tensor else whole_of([value])
 
 
 class Buffers:
-    """Those of one pool, for as long as a recording has them."""
+    """The buffers of one pool. Each lives as long as a recording uses it."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[Hashable, Buffer] = weakref.WeakValueDictionary()
 
     def like(self, values: Sequence[torch.Tensor]) -> list[Buffer]:
-        """A buffer for each of the values, which one recording copies."""
+        """A buffer for each value. One recording copies all of them, so no two share a buffer."""
         alike: Counter[Hashable] = Counter()
         found = []
         for value in values:

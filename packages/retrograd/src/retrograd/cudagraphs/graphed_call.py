@@ -1,17 +1,18 @@
-"""A function that records itself, and is replayed where a recording fits.
+"""Records a function as CUDA graphs, and replays the recording that fits a call.
 
-In: a boxed pure function of tensors on one device, of static sizes. Out: the same function. The first calls
-run as they are; then a call is recorded for the addresses of its inputs, which are the same again and again
-where memory comes from torch's allocator and the program repeats itself. Whatever speaks against a replay,
-the call runs as it is, and the reason is told once.
+In: a boxed pure function of tensors on one device, with static sizes. Out: the same function. Its first calls
+run normally. Then we record a call for the addresses of its inputs. These repeat if memory comes from torch's
+allocator and the program repeats itself. If anything prevents a replay, the call runs normally, and we report
+the reason once.
 
-Recordings read their inputs where they were. Inputs that come from elsewhere are copied to a place of their
-own, if they are few, or not much more than what a recording gives: another one would hold that once more.
+A recording reads its inputs at their recorded addresses. If some inputs move, we copy them into buffers,
+provided that they are small, or not much larger than the results: each further recording would hold its
+results once more.
 
-Recordings of a stream lie in one pool, so that they work in the same memory. `results` says which results are
-copied out of it. While somebody holds one that is not, nothing is replayed that would overwrite it: what is
-to be called while he does is recorded once more, behind it. What is recorded while memory that was given away
-is in use, as an input that moved has it, lies in another pool: the first one stays as it is.
+All recordings of a stream share one memory pool. `results` says which results are copied out of it. While a
+caller still holds a result that lives in the pool, we must not replay a graph that overwrites it. A call made
+meanwhile is recorded again, in memory after it. If donated memory is in use when we record (for example,
+because an input moved), the recording goes into another pool, and the first pool stays valid.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ from retrograd.policy import (
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 from retrograd.runtime.tensor import geometry_of, memory_of, storage_of
 
-#: codes of reasons that concern one call.
+#: codes of the reasons that concern a single call.
 NOT_NOW, HELD = "cuda-graphs-not-now", "cuda-graphs-held"
 
 
 @dataclass(eq=False)
 class SharedMemory:
-    """What a forward and its backwards share.
+    """State that a forward and its backwards share.
 
     Attributes:
-        inversions: how often one of them was recorded once more because of the order of calls.
-        given_up: recordings of the forward that are gone. What backwards read there is elsewhere now.
-        elsewhere: by name, the device of results that the forward, run as it is, gives on another one than
-            in a recording. Fused attention hands out the state of the generator so; its backward, run as it
-            is, reads it there.
+        inversions: how often one of them was recorded again because of the order of calls.
+        given_up: recordings of the forward that were dropped. Backwards that read their results are stale.
+        other_devices: by name, results that a normal run of the forward returns on another device than a
+            recording does, with that device. For example, fused attention returns the generator's state
+            there, and a normal run of its backward reads it there.
     """
 
     inversions: int = 0
@@ -66,7 +67,7 @@ class SharedMemory:
     other_devices: dict[Hashable, torch.device] = field(default_factory=dict)
 
     def restore_saved(self, inputs: list[Any], results: Mapping[int, Hashable]) -> None:
-        """Move `inputs` of a backward that is not replayed to where it reads them. `results` as in
+        """Move `inputs` to the devices where a backward that is not replayed reads them. `results` as in
         `Values`."""
         for place, of in results.items():
             if of in self.other_devices:
@@ -75,16 +76,17 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Values:
-    """What is known of a function's inputs and results.
+    """What we know about a function's inputs and results.
 
     Attributes:
-        kept: by place, names of results that are saved for a backward, or for what runs next.
-        loose: places of inputs that may have other strides in another call; those of others must not change.
-        results: by place of an input that is such a result, its name.
-        copyable: bytes. So many are copied to it before there is another recording.
-        written: places of inputs that it writes to.
-        custom: the operators that torch does not define. One that waits for the device cannot be recorded.
-        memory: of a forward and its backwards; None: it is neither, and all its results are copied.
+        kept: by index, the names of results that are saved for a backward, or for the next stretch.
+        loose: indices of the inputs whose strides may differ between calls. Those of other inputs must not.
+        results: by index, the names of inputs that are such results.
+        copyable: up to this many bytes of moving inputs are copied; for more, we record again.
+        written: indices of the inputs that the function writes to.
+        custom: operators that torch does not define. If one waits for the device, it cannot be recorded.
+        memory: shared by a forward and its backwards. None if the function is neither; then we copy all its
+            results.
     """
 
     kept: Mapping[int, Hashable] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class Values:
     memory: SharedMemory | None = None
 
 
-#: sets of custom operators: some of each could not be recorded; all of these could be.
+#: custom operators: sets of which at least one could not be recorded; operators that could be recorded.
 _failed: set[frozenset[str]] = set()
 _proven: set[str] = set()
 
@@ -108,19 +110,22 @@ def _forget() -> None:
 
 
 def has_failed(operator: str) -> bool:
-    """Whether this custom operator, or one beside it, could not be recorded."""
+    """Whether recording failed for this custom operator, or for another one in the same graph."""
     return operator not in _proven and any(operator in failed for failed in _failed)
 
 
 class GraphedCall:
-    """`fn`, recorded and replayed. It writes to no inputs but those that `values` name.
+    """Records and replays `fn`. `fn` may write only to the inputs that `values` names.
 
     Args:
-        values: of `fn`.
-        tell: told of each call why it runs as it is.
+        fn: the function.
+        program: the program that calls it.
+        device: the device of its tensors.
+        values: what we know about its inputs and results.
+        tell: called with the reason of each call that runs normally.
 
     Attributes:
-        is_refused: whether it can not be recorded.
+        is_refused: True if the function cannot be recorded.
     """
 
     def __init__(
@@ -139,27 +144,27 @@ class GraphedCall:
         self._memory = values.memory or SharedMemory()
         self._results, self._custom = values.results, values.custom
         self._lock = ForkSafeLock()
-        #: the oldest first: of several that fit it is taken, so that what reads its results finds them there.
+        #: oldest first. If several fit, we take the oldest, so that readers of its results find them there.
         self._recordings: list[Recorded] = []
-        #: places of results that users have held for longer than a call; None: none stays.
+        #: indices of results that callers held for longer than a call; None if no result stays in the pool.
         self._leaving: set[int] | None = None if values.memory is None else set()
         #: `SharedMemory.given_up` at the last recording.
         self._given_up = 0
-        #: calls that no recording fitted, recordings, and the number of the call of the last one
+        #: how many calls no recording fitted; how many recordings we made; the call of the last recording.
         self._calls = self._made = self._recorded_at = 0
         self._replays = self._waits = self._made_at_once = 0
         self._stream: int | None = None
-        #: whether no more recordings are made.
+        #: True if we make no more recordings.
         self._is_over = False
         self.is_refused = False
         program.enter(self)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """The results; `inputs` is emptied."""
+        """Call the function. `inputs` is emptied."""
         if self.is_refused or self._is_no_time() or not self._lock.take_if_free():
             return self._plainly(inputs)
         try:
-            with self._program.replaying:  # others neither overwrite nor hand out what is looked at here
+            with self._program.replaying:  # no other thread may overwrite or hand out results meanwhile
                 self._program.runs(self)
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
@@ -174,7 +179,7 @@ class GraphedCall:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a recording is held."""
+        """Whether the call has a recording."""
         return bool(self._recordings)
 
     def _is_no_time(self) -> bool:
@@ -193,7 +198,7 @@ class GraphedCall:
         return results
 
     def _recorded_for(self, inputs: list[Any]) -> Recorded | None:
-        """The recording to replay; None if the function is to run as it is."""
+        """The recording to replay; None if the function must run normally."""
         self._give_up([recorded for recorded in self._recordings if recorded.results.is_outdated])
         recorded = next((one for one in self._recordings if self._is_free(one, inputs)), None)
         is_young = recorded is None or recorded.replays < FIRST_REPLAYS
@@ -204,7 +209,7 @@ class GraphedCall:
             recorded.used = self._replays
             return recorded
         if recorded in self._recordings:
-            return None  # it may be replayed later
+            return None  # a later call may replay it
         self._calls += 1
         if self._is_of_plain_forward(inputs):
             return None
@@ -241,37 +246,37 @@ class GraphedCall:
         return self._record(inputs, givers)
 
     def _is_free(self, recorded: Recorded, inputs: list[Any]) -> bool:
-        """Whether a replay reads these inputs, and nobody holds what it saved last."""
+        """Whether a replay would read these inputs, and nothing refers to what its last replay saved."""
         return recorded.fits(inputs, self._loose) and not recorded.results.is_saved_held()
 
     def _is_to_wait(self) -> bool:
-        """Whether there is no recording yet, and others still have to become warm."""
+        """Whether to delay the first recording, because other functions are not warm yet."""
         if self._recordings or self._program.has_come_round or self._waits >= MOST_WAITS:
             return False
         self._waits += 1
         return True
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, int]:
-        """By place, where the storage of an input begins, if a recording gives it."""
+        """By index, the storage address of each input that a recording produced."""
         there = self._program.given()
         found = {i: memory_of(value) for i, value in enumerate(inputs) if value is not None}
         return {i: address for i, address in found.items() if address in there}
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
-        """Whether some of `inputs` are where only a forward that was run as it is gives them."""
+        """Whether some of `inputs` are on a device where only a normal run of the forward puts them."""
         other_devices = self._memory.other_devices
         return bool(other_devices) and any(
             of in other_devices and inputs[i].device == other_devices[of] for i, of in self._results.items()
         )
 
     def _may_replay(self, recorded: Recorded, inputs: list[Any]) -> bool:
-        """Whether it can be replayed now; if that is so for good, it is given up."""
+        """Whether we can replay it now. If we never can again, we drop it."""
         if self._recorder.stream(self._device) != self._stream:
             self._tell(_OTHER_STREAM)
             return False
         own = recorded.results
         if own.has_visible and torch.is_inference_mode_enabled():
-            return False  # they are no inference tensors
+            return False  # its results are not inference tensors
         if not (held := recorded.in_the_way(inputs)):
             return True
         if recorded.is_shared(inputs):
@@ -290,14 +295,14 @@ class GraphedCall:
         return False
 
     def _give_up(self, recordings: Sequence[Recorded]) -> None:
-        """These will not be replayed any more, and others may come soon."""
+        """Drop these recordings, and allow new ones soon."""
         for recorded in recordings:
             self._recordings.remove(recorded)
             self._made, self._made_at_once = max(0, self._made - 1), max(0, self._made_at_once - 1)
             self._memory.given_up += bool(self._kept)
 
     def restart(self) -> None:
-        """Give up all recordings: others come in their place."""
+        """Drop all recordings, so that new ones replace them."""
         self._give_up([*self._recordings])
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
@@ -320,9 +325,12 @@ class GraphedCall:
         return None
 
     def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:
-        """A new recording, made without running anything; None if it fails. Older ones go that read from
-        where something came that is copied now, or where a forward no longer saves anything. Custom operators
-        show in a pool of their own that they can be recorded: a failure may leave it unusable."""
+        """Make a new recording. Returns None if that fails.
+
+        Recording runs nothing on the device. We drop older recordings if they read an input that is copied
+        now, or results of a forward's recording that was dropped. Custom operators are first recorded in a
+        separate pool: a failure may leave that pool unusable.
+        """
         stream, copied, memory = self._recorder.stream(self._device), self._history.copied, self._memory
         unproven, key = self._custom - _proven, None
         is_stale = not self._kept and memory.given_up != self._given_up
@@ -349,7 +357,7 @@ class GraphedCall:
                 if unproven and not isinstance(error, torch.OutOfMemoryError):
                     _failed.add(unproven)
             self._is_over = True
-            self.is_refused = not self._recordings  # older recordings stay good
+            self.is_refused = not self._recordings  # older recordings stay valid
             self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
         _proven.update(unproven)
@@ -359,9 +367,11 @@ class GraphedCall:
         return recorded
 
     def _good(self, givers: Givers) -> list[Recorded]:
-        """The recordings that are held beside a new one: they copy the same inputs, what gives the others is
-        there, and of those with the same `givers`, the ones used last, and those of which somebody holds what
-        was saved."""
+        """The recordings that stay when we make a new one.
+
+        They copy the same inputs, and the recordings that produce their other inputs still exist. Among those
+        with the same `givers`, the most recently used stay, and those whose saved results are referenced.
+        """
         good, copied = set[Recorded](), self._history.copied
         there = self._program.given()
         for old in sorted(self._recordings, key=lambda one: one.used, reverse=True):

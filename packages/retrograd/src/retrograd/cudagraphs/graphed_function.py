@@ -1,10 +1,9 @@
-"""Compiled code that is recorded, for each set of parameters and of sizes that it is called with.
+"""Records compiled code separately for each set of parameters, and of sizes, that it is called with.
 
-In: a boxed function, and the graphs that it was compiled from. Out: the same function; of some graphs it is
-known beforehand that they are never recorded. Layers may share code: each set of parameters has recordings of
-its own, which read the parameters where they are and are held at the same time. Its recordings are dropped
-when one of the parameters is freed. Code of symbolic sizes is recorded with the numbers of each call that
-comes again.
+In: a boxed function, and the graphs from which it was compiled. Out: the same function, unless its graphs
+show that it cannot be recorded. Layers may share code, so each set of parameters has its own recordings. They
+read the parameters at their addresses, and several sets are held at a time. We drop a set's recordings when
+one of its parameters is freed. For code with symbolic sizes, we record each set of sizes that repeats.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from retrograd.runtime.cuda import CudaRecorder
 from retrograd.runtime.tensor import storage_of
 from retrograd.trace import bytes_of
 
-#: given results of code that cannot be recorded, what is called in its place; None: it is called itself.
+#: called with the results of code that cannot be recorded; returns its replacement, or None if there is none.
 Instead = Callable[[Sequence[Any]], Boxed | None]
 
 
 class GraphedFunction:
-    """A function, recorded apart for each set of parameters, and of sizes, among its inputs.
+    """A function that is recorded separately for each set of parameters and sizes among its inputs.
 
     Args:
         code: the function.
-        make: makes the call of a function, for one more set.
-        instead: is called once, when a call cannot be recorded.
-        sizes: what differs between calls.
-        tell: told why calls of some sizes are not recorded.
+        make: makes the `GraphedCall` of a function for one more set.
+        instead: called once, if a call cannot be recorded.
+        sizes: the sizes that differ between calls.
+        tell: called with the reason if calls with some sizes are not recorded.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class GraphedFunction:
         self._code, self._make, self._instead = code, make, instead
         self._sizes, self._tell = sizes, tell
         self._places: tuple[int, ...] | None = None
-        #: by the addresses of the parameters and the sizes, with what sees one of the parameters go.
+        #: by parameter addresses and sizes: the call, and weak references that see a parameter being freed.
         self._calls: dict[tuple[Any, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
         self._refused: Boxed | None = None
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """The results; `inputs` is emptied."""
+        """Call the function. `inputs` is emptied."""
         if self._refused is not None:
             return self._refused(inputs)
         if self._places is None:
@@ -82,16 +81,16 @@ class GraphedFunction:
             return self._code(inputs)
         call = known[0]
         for i in self._sizes.numbers:
-            inputs[i] = None  # the call has it
+            inputs[i] = None  # the call already has the number
         results = call(inputs)
-        if call.is_refused:  # and so will others be
+        if call.is_refused:  # other sets will be refused too
             self._refused = self._instead(results) or (self._code if self._sizes.symbols else call)
         return results
 
     def _new(
         self, where: tuple[Any, ...], inputs: Sequence[Any]
     ) -> tuple[GraphedCall, list[weakref.ref[Any]]] | None:
-        """What is called for one more set; None if too many sets of sizes are recorded."""
+        """The call for one more set; None if too many sets of sizes are recorded."""
         assert self._places is not None
         parameters = [inputs[i] for i in self._places]
         if self._sizes.symbols and not self._has_room(where[: len(parameters)]):
@@ -111,7 +110,7 @@ class GraphedFunction:
         return self._calls.setdefault(where, (call, watches))
 
     def _has_room(self, parameters: tuple[int, ...]) -> bool:
-        """Whether one more set of sizes fits; the oldest that was never recorded makes room."""
+        """Whether one more set of sizes fits. The oldest set without a recording makes room."""
         like = [where for where in self._calls if where[: len(parameters)] == parameters]
         if len(like) >= MOST_SIZES:
             idle = next((where for where in like if not self._calls[where][0].is_recorded), None)
@@ -125,7 +124,7 @@ class GraphedFunction:
 
 
 def _with_numbers(code: Boxed, numbers: Mapping[int, int]) -> Boxed:
-    """`code`, given None in the places of these numbers."""
+    """`code` with these numbers filled in; its caller passes None in their places."""
 
     def run(inputs: list[Any]) -> Sequence[Any]:
         for place, number in numbers.items():
@@ -148,17 +147,18 @@ def graphed(
     tell: Callable[[Reason], None] | None = None,
     instead: Instead = lambda results: None,
 ) -> Boxed:
-    """`code`, replayed where that is safe.
+    """`code`, replayed when that is safe.
 
     Args:
-        graphs: all that it was compiled from, with the fakes of their values.
-        values: what is known of its inputs and results, besides what the graphs say.
-        tell: told, once each, why a call is not replayed; by default the report is, with a warning of what
-            concerns all calls.
+        code: a boxed function.
+        graphs: all graphs from which it was compiled, with their fake values.
+        values: what we know about its inputs and results, besides what the graphs say.
+        tell: called once with each reason why a call is not replayed. By default we tell the report, and warn
+            if the reason concerns all calls.
         instead: as in `GraphedFunction`.
 
     Returns:
-        `code` itself if it is never to be recorded, or does nothing on the device.
+        `code` itself if it must never be recorded, or does nothing on the device.
     """
     tell = tell or tell_report
     if (reason := why_not_recorded(graphs, _program.recorder.device_type)) is not None:
@@ -169,10 +169,10 @@ def graphed(
     values = replace(
         values,
         copyable=int(max(MUCH, 2 * _made_by(graphs))),
-        written=written_inputs(graphs[0]),  # several have none
+        written=written_inputs(graphs[0]),  # if there are several graphs, none writes to an input
         custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
     )
-    device, tell = next(values_of(graphs)).device, functools.cache(tell)  # once each, for all parameters
+    device, tell = next(values_of(graphs)).device, functools.cache(tell)  # one report for all parameters
 
     def make(fn: Boxed) -> GraphedCall:
         return GraphedCall(fn, _program, device, values, tell)
@@ -181,12 +181,12 @@ def graphed(
 
 
 def unrecordable_calls(graph: fx.Graph) -> Mapping[fx.Node, Reason]:
-    """As `recorded_without`, for what is recorded in this process."""
+    """Like `recorded_without`, for the recordings of this process."""
     return recorded_without(graph, _program.recorder.device_type, has_failed)
 
 
 def _made_by(graphs: Sequence[fx.Graph]) -> float:
-    """The bytes of the graphs' results that show no input."""
+    """The bytes of the graphs' results, without those that alias an input."""
     given, made = dict[int, float](), dict[int, float]()
     for graph in graphs:
         inputs, outputs = graph.find_nodes(op="placeholder"), graph.output_node().all_input_nodes

@@ -1,7 +1,7 @@
-"""The memory that recordings share, and what a replay overwrites.
+"""The memory that recordings share.
 
-In: recordings, as they are made, and their results. Out: `Pool`, which says of each recording which results
-that somebody holds are in the way of its replay, and which of its inputs may be donated to it.
+In: recordings, as they are made, and their results. Out: `Pool`. For each recording it says which results
+are still referenced and prevent a replay, and which inputs may be donated.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from retrograd.cudagraphs.results import Results
 from retrograd.policy import FEW, GAPS, MANY
 from retrograd.runtime.tensor import is_only_here, placed_on, storage_of
 
-#: pools without recordings, of which somebody holds results.
+#: pools of dropped recordings whose results are still referenced.
 _lingering: set[Pool] = set()
 
 
 class Pool:
-    """Memory of recordings, which are numbered in the order in which they are made.
+    """The memory of recordings. They are numbered in the order in which we make them.
 
-    A recording allocates where no earlier one has its results, and works where later ones have theirs. What a
-    forward saved may be *donated* to the recording of its backward, which frees it as it goes on; so are
-    results that the user got from a forward, and let go of before. From then on the result lies there without
-    owning the memory, and other recordings work there too. So a recording can be replayed if nobody holds
-    results of its own, of a later one, or such as were donated before it was made.
+    A recording never uses memory that holds results of earlier recordings, but its temporaries may overwrite
+    results of later ones. A forward's saved results may be *donated* to the recording of its backward, which
+    frees them as it runs. So may results that the caller got from the forward and has dropped. A donated
+    result no longer owns its memory, and other recordings use that memory too. So we can replay a recording
+    if nothing refers to its results, to results of a later one, or to results donated before it was made.
 
     Args:
-        handle: of the recorder.
-        may_donate: whether anything is donated.
+        handle: the recorder's handle of the pool.
+        may_donate: whether results may be donated.
     """
 
     def __init__(self, handle: Any, *, may_donate: bool = True) -> None:
@@ -40,31 +40,33 @@ class Pool:
         self.buffers = Buffers()
         self._count = self._seen = self._quiet = 0
         self._entered: dict[int, Results] = {}
-        #: of these, results that were handed out since nobody was found to hold them, and the numbers of
-        #: recordings that are gone.
+        #: by number, results that were handed out and not seen to be free since; then, the numbers of dropped
+        #: recordings.
         self._out: dict[int, Results] = {}
         self._gone: set[int] = set()
         self._given: frozenset[int] | None = None
 
     def next_number(self) -> int:
-        """That of a recording which is made now."""
+        """The number for a recording that is made now."""
         for pool in [self, *_lingering]:
             pool.let_go()
         self._count += 1
         return self._count
 
     def enter(self, recorded: object, results: Results, number: int) -> None:
-        """Take note of one more recording."""
+        """Add a recording."""
         self._entered[number], self._given = results, None
         weakref.finalize(recorded, self._went, number).atexit = False
 
     def handed_out(self, number: int) -> None:
-        """The results of recording `number` are somebody's now."""
+        """Mark the results of recording `number` as handed out."""
         self._out[number] = self._entered[number]
 
     def in_the_way(self, number: int, given: Mapping[int, int]) -> list[Results]:
-        """The results that somebody holds, and that a replay of recording `number` would overwrite. Of
-        storages that were donated to it, the `given` holders do not count: they are its inputs."""
+        """The results that are still referenced and that a replay of recording `number` would overwrite.
+
+        For storages that were donated to it, the `given` references do not count: they are its inputs.
+        """
         self.let_go()
         found = []
         near = [item for item in self._out.items() if not item[0] < number < item[1].least]
@@ -76,11 +78,11 @@ class Pool:
         return found
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
-        """Whether somebody besides the `given` holds what was donated to recording `number`."""
+        """Whether memory that was donated to recording `number` has more references than the `given` ones."""
         return any(one.is_shared(number, given) for one in self._out.values())
 
     def donatable(self, inputs: list[Any], places: Iterable[int]) -> set[int]:
-        """Of `places`, those of inputs that were saved here, and that nobody else holds."""
+        """The indices among `places` of inputs that were saved in this pool and have no other references."""
         if not self._may_donate:
             return set()
         given = held_here(inputs, places)
@@ -88,9 +90,11 @@ class Pool:
         return {i for i in places if isinstance(inputs[i], torch.Tensor) and storage_of(inputs[i]) in free}
 
     def donate(self, inputs: list[Any], places: Collection[int], number: int) -> None:
-        """Leave the memory of `inputs` at `places` to recording `number`, and that of what users got beside
-        them and do not hold. In the list, and among the results, stand tensors from then on that do not own
-        it. Nothing happens where there are no places."""
+        """Donate the memory of `inputs` at `places` to recording `number`.
+
+        We also donate results that callers got with them and have dropped. Tensors that do not own the
+        memory replace them, in `inputs` and among the results. Does nothing if `places` is empty.
+        """
         if not places:
             return
         tensors = {place: inputs[place] for place in places}
@@ -102,34 +106,33 @@ class Pool:
             inputs[place] = placed_on(aliases[storage_of(tensor)].untyped_storage(), tensor)
 
     def is_unowned_in_use(self) -> bool:
-        """Whether somebody holds results that lie in memory which is nobody's: what is recorded now could
-        work there."""
+        """Whether results in donated memory are still referenced. A new recording could overwrite them."""
         self.let_go()
         return any(one.is_unowned_held() for one in self._out.values())
 
     def comes_round(self) -> int:
-        """The program begins again: how often it has since many recordings were made."""
+        """Call this when the program starts over. Returns how many times in a row few recordings were new."""
         is_quiet = (self._count - self._seen) * FEW <= len(self._entered)
         self._quiet, self._seen = self._quiet + 1 if is_quiet else 0, self._count
         return self._quiet
 
     def has_gaps(self) -> bool:
-        """Whether many recordings are gone: others were made while these had their memory."""
+        """Whether many recordings were dropped: later ones could not use their memory, which is free now."""
         self.let_go()
         return self._count >= len(self._entered) * GAPS >= MANY * GAPS
 
     def is_held(self) -> bool:
-        """Whether somebody holds results."""
+        """Whether any result is still referenced."""
         return any(one.is_held() for one in self._out.values())
 
     def given(self) -> frozenset[int]:
-        """Where the storages begin that recordings hand out."""
+        """The storage addresses of all results that recordings hand out."""
         if self._given is None:
             self._given = frozenset(address for one in self._entered.values() for address in one.given())
         return self._given
 
     def let_go(self) -> None:
-        """Forget recordings that are gone, unless somebody holds what they gave: its memory is free then."""
+        """Forget dropped recordings whose results are no longer referenced. Their memory is free."""
         for number in list(self._gone):
             if not self._entered[number].is_held():
                 del self._entered[number]
@@ -140,14 +143,15 @@ class Pool:
             _lingering.discard(self)
 
     def _went(self, number: int) -> None:
-        """A recording is gone: stay, if somebody holds what it gave. It may own no memory."""
+        """Handle a recording that was dropped. If its results are still referenced, the pool must stay alive,
+        because they may not own their memory."""
         self._gone.add(number)
         if self._entered[number].is_held():
             _lingering.add(self)
 
 
 def held_here(inputs: list[Any], places: Iterable[int]) -> Mapping[int, int]:
-    """How many of the tensors at `places` hold each storage. What others refer to does not count."""
+    """How many of the tensors at `places` refer to each storage. Skips tensors with other references."""
     found: dict[int, int] = {}
     for i in places:
         if is_only_here(inputs, i):

@@ -1,7 +1,7 @@
-"""What calls that may be recorded share: the pools of their recordings, and the order in which they run.
+"""State shared by all calls that may be recorded: their memory pools, and the order in which they run.
 
-In: a recorder, and calls as they run. Out: `Program`, which finds the pool for a new recording, and says when
-everything is to be recorded once more, in the order of the calls.
+In: a recorder, and calls as they run. Out: `Program`, which picks the pool for a new recording, and decides
+when to record everything again in the order of the calls.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from retrograd.runtime.cuda import CudaRecorder
 
 
 class Program:
-    """The calls of a program, and the pools of what is recorded of them.
+    """The calls of a program, and the pools of their recordings.
 
     Args:
         recorder: makes the recordings.
 
     Attributes:
-        replaying: held from the decision to replay until results are handed out: others may write to them.
-        pools: what recordings lie in at present; they hold it.
-        is_untidy: whether all is to be recorded once more.
+        replaying: a lock, held from the decision to replay until results are handed out: another thread may
+            overwrite them.
+        pools: the pools in use. Recordings own their pools.
+        is_untidy: True if everything should be recorded again.
     """
 
     def __init__(self, recorder: CudaRecorder) -> None:
@@ -35,29 +36,29 @@ class Program:
         self.pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
         self.is_untidy = False
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: the call with which the program comes round; how often it has, and how often all began again.
+        #: the call that starts a round; how many rounds there were; how often we recorded everything again.
         self._first: weakref.ref[Any] | None = None
         self._rounds = self._tidied = 0
 
     def enter(self, call: object) -> None:
-        """Take note of one more call."""
+        """Add a call."""
         with self.replaying:
             self._calls.add(call)
 
     # the order of calls
 
     def grows(self) -> None:
-        """A call runs for the first time: what runs next is to come again."""
+        """Note that a call runs for the first time. We wait until the calls after it have run again."""
         self._rounds, self._tidied, self._first = 0, 0, None
 
     @property
     def has_come_round(self) -> bool:
-        """Whether it has come round since it grew."""
+        """Whether the program has completed a round since it grew."""
         return self._rounds > 0
 
     def runs(self, call: object) -> None:
-        """A call runs. If recordings lie out of order, and nobody holds results, all calls begin again: what
-        is recorded in the order of the calls takes less memory."""
+        """Note that a call runs. If the recordings are out of order, and no result is referenced, we drop all
+        of them: recordings made in the order of the calls take less memory."""
         first = self._first and self._first()
         if first is None:
             self._first = weakref.ref(call)
@@ -71,23 +72,23 @@ class Program:
             one.restart()
 
     def _lies_out_of_order(self) -> bool:
-        """Whether many recordings were made again, and few of late."""
+        """Whether many recordings were replaced, but few recently."""
         pools = self._pools()
         rounds = min([pool.comes_round() for pool in pools], default=0)
         return QUIET <= rounds < QUIET + PATIENCE and any(pool.has_gaps() for pool in pools)
 
-    # their pools
+    # memory pools
 
     def _pools(self) -> list[Pool]:
         return [*self.pools.values()]
 
     def given(self) -> set[int]:
-        """Where the storages begin that recordings hand out."""
+        """The storage addresses of all results that recordings hand out."""
         return set().union(*[pool.given() for pool in self._pools()])
 
     def pool(self, device: torch.device, *key: Hashable) -> tuple[Hashable, Pool]:
-        """The pool of those with such a key in which what is recorded now overwrites nothing, and its own key
-        among `pools`. A new one is entered there when something has been recorded in it."""
+        """A pool with this key where a new recording overwrites nothing, and its key in `pools`. The caller
+        adds a new pool to `pools` once something is recorded in it."""
         number = 0
         while (pool := self.pools.get((device, *key, number))) is not None and pool.is_unowned_in_use():
             number += 1

@@ -1,7 +1,7 @@
-"""One recording of a call, for inputs at certain places.
+"""One recording of a call, for inputs at certain addresses.
 
-In: the inputs of a call that is recorded. Out: `Recorded`, which says whether it fits the inputs of a later
-call, and gives their results (`results` says how). `Pool` knows what a replay overwrites.
+In: the inputs of the call that is recorded. Out: `Recorded`, which says whether it fits the inputs of a later
+call, and returns the results for them (see `results`). `Pool` knows what a replay overwrites.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from retrograd.cudagraphs.pool import Pool, held_here
 from retrograd.cudagraphs.results import Results
 from retrograd.runtime.tensor import addresses_are, by_dtype, copy_each, geometry_of
 
-#: records a function for these inputs, and empties the list; returns what replays it, and its results.
+#: records a function for these inputs, and empties the list. Returns the graph to replay, and its results.
 Record = Callable[[list[Any]], tuple[Any, Sequence[Any]]]
-#: by place of an input, where its storage begins, and where it does.
+#: by index of an input: where its storage begins, and where the input itself begins.
 Givers = Mapping[int, tuple[int, int]]
 
 
 class Places(NamedTuple):
-    """Places of inputs that are copied, of inputs whose memory a recording may work in, and of results that
-    always stay."""
+    """Indices of the inputs that we copy, of the inputs that are donated, and of the results that always
+    stay."""
 
     copied: Collection[int]
     donated: Collection[int]
@@ -31,21 +31,25 @@ class Places(NamedTuple):
 
 
 class Recorded:
-    """A recording, the addresses of the inputs that it reads where they are, and buffers for the others.
+    """A recording, with the addresses of the inputs that it reads directly, and buffers for the others.
 
     Args:
-        inputs: of the call. Those that are donated are replaced.
-        places: of these and of the results.
-        pool: in which it is recorded.
-        leaving: places of results that are copied though they are large, and may grow; None: all are.
+        record: makes the recording.
+        inputs: of the call. Donated inputs are replaced by the pool's memory.
+        places: which inputs are copied or donated, and which results stay.
+        pool: where it is recorded.
+        leaving: indices of results that we copy although they are large; the set may grow. None if all are.
 
     Attributes:
-        addresses: of the inputs that it was recorded for; 0 for None. copied: the places of those that are
-            copied. results: how they are handed out. replays: how many there were. givers: of the inputs
-            that other recordings give. used: a number that grows with the last use. The caller sets both.
+        addresses: of the inputs that it was recorded for; 0 for None.
+        copied: indices of the inputs that are copied.
+        results: hands out the results.
+        replays: how often it was replayed.
+        givers: the inputs that other recordings produce. The caller sets it.
+        used: a number that grows with each use. The caller sets it.
 
     Raises:
-        Exception: it cannot be recorded; nothing was run.
+        Exception: the call cannot be recorded; nothing was run.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Recorded:
         graph, outputs = record(given)
         self._replay = graph.replay
         self.results = Results(outputs, kept, saved, leaving)
-        del outputs  # who holds one from now on is told from that
+        del outputs  # so that `settle` counts only our references
         self.results.settle()
         pool.enter(self, self.results, self._number)
         order = list(self._buffers)
@@ -81,22 +85,22 @@ class Recorded:
         self._groups = [[order[i] for i in group] for group in by_dtype(targets)]
 
     def fits(self, inputs: list[Any], loose: Sequence[int]) -> bool:
-        """Whether a replay reads these inputs. Only those at `loose` may have other sizes and strides than
-        the recorded ones."""
+        """Whether a replay would read these inputs. Only the inputs at `loose` may differ from the recorded
+        ones in sizes and strides; for them, we compare these."""
         if any(geometry_of(inputs[i]) != self._layouts[i] for i in loose if i in self._layouts):
             return False
         return addresses_are(inputs, self.addresses, self._static)
 
     def in_the_way(self, inputs: list[Any]) -> list[Results]:
-        """The results that somebody besides `inputs` holds, and that a replay would overwrite."""
+        """The results that are referenced outside `inputs`, and that a replay would overwrite."""
         return self._pool.in_the_way(self._number, held_here(inputs, self._donated))
 
     def is_shared(self, inputs: list[Any]) -> bool:
-        """Whether somebody else holds those of `inputs` that were donated."""
+        """Whether donated inputs have other references."""
         return self._pool.is_shared(self._number, held_here(inputs, self._donated))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        """The results for `inputs`, which fit."""
+        """Replay for `inputs`, which must fit. Returns the results."""
         for group in self._groups:
             copy_each(
                 [self._buffers[i].target for i in group], [self._buffers[i].source(inputs[i]) for i in group]

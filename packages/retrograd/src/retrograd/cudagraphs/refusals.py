@@ -1,6 +1,6 @@
-"""Which graphs of operators are never recorded as a CUDA graph, and why.
+"""Decides which graphs can never be recorded as a CUDA graph, and why.
 
-In: graphs with example values. Out: a `Reason`, or None; the calls without which a graph could be recorded.
+In: graphs with example values. Out: a `Reason`, or None; or the calls that prevent the recording of a graph.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from retrograd.graph.fx import (
 from retrograd.runtime.pytree import tree_leaves
 from retrograd.trace import places_of_symbols, symbols_in
 
-#: operators of higher order that only start kernels.
+#: higher-order operators that only start kernels.
 _KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
 
 def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> Reason | None:
-    """Why calls of code that was compiled from these graphs are not recorded; None if nothing speaks against
-    it."""
+    """Why we do not record calls of code that was compiled from these graphs; None if we may record them."""
     nodes = [node for graph in graphs for node in graph.nodes]
     if len(graphs) > 1 and any(map(written_inputs, graphs)):
         return refusal("cuda-graphs-operator", "it writes to an input")
@@ -60,10 +59,12 @@ def why_not_recorded(graphs: Sequence[fx.Graph], device_type: str = "cuda") -> R
 def recorded_without(
     graph: fx.Graph, device_type: str, fails: Callable[[str], bool]
 ) -> Mapping[fx.Node, Reason]:
-    """The calls that keep a graph from being recorded, and why; none, if without them it would not be either.
+    """The calls that prevent the recording of a graph, with reasons. Empty if cutting them out does not help.
 
     Args:
-        fails: whether a custom operator of this name is known to fail while it is recorded.
+        graph: the graph.
+        device_type: the type of device that is recorded.
+        fails: whether recording is known to fail for a custom operator of this name.
     """
     values = list(values_of([graph]))
     is_on_other_device = all(value.device.type != device_type for value in values)
@@ -89,12 +90,12 @@ def _takes_numbers(graph: fx.Graph) -> bool:
 
 
 class Sizes(NamedTuple):
-    """What differs between calls of one code.
+    """What differs between calls of the same code.
 
     Attributes:
-        symbols: where each symbol stands by itself: the place of an input, and its dimension (None: the input
-            is the symbol).
-        numbers: the places of inputs that are no tensors.
+        symbols: where to read each symbol: the index of an input, and a dimension of it. The dimension is
+            None if the input itself is the symbol.
+        numbers: the indices of inputs that are numbers.
     """
 
     symbols: Sequence[tuple[int, int | None]] = ()
@@ -102,14 +103,14 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(graph: fx.Graph) -> Sizes:
-    """Where the numbers stand that decide about all sizes."""
+    """Where to read the numbers that determine all sizes."""
     inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     numbers = [place for place, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
     return Sizes((*places_of_symbols(inputs).values(),), numbers)
 
 
 def _are_sizes_known(graph: fx.Graph) -> bool:
-    """Whether all symbols stand by themselves somewhere among the inputs."""
+    """Whether each symbol can be read from an input directly, and not only from an expression."""
     inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     return frozenset[str]().union(*map(symbols_in, inputs)) <= places_of_symbols(inputs).keys()
 
@@ -144,7 +145,7 @@ def _not_recordable(code: str, node: fx.Node, text: str) -> Reason:
 
 
 def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:
-    """The tensors in `graphs`, without constant numbers on the host, whose value kernels are given."""
+    """The tensors in `graphs`. Skips constant scalars on the host, which kernels receive by value."""
     for graph in graphs:
         numbers: set[fx.Node] = set()
         for node in graph.nodes:
@@ -155,8 +156,8 @@ def values_of(graphs: Sequence[fx.Graph]) -> Iterator[torch.Tensor]:
 
 
 def _is_constant_number(node: fx.Node, known: Collection[fx.Node]) -> bool:
-    """Whether the value is on the host, has no dimensions, is made of others in `known` only, and is read by
-    calls that are done with it when they return."""
+    """Whether the value is a zero-dimensional CPU tensor, computed only from values in `known`, whose readers
+    have finished with it when they return."""
     value = node.meta.get("val")
     return (
         node.op in ("get_attr", "call_function")
@@ -177,7 +178,7 @@ def refusal(code: str, text: str, way_out: str = "nothing to do: results are the
 def _of_call(node: fx.Node) -> str | None:
     if is_higher_order(node.target):
         return None if node.target.name() in _KERNELS else "it runs other graphs"  # type: ignore[union-attr]
-    if is_random(node) and node.kwargs.get("generator") is not None:  # a replay moves on the device's own
+    if is_random(node) and node.kwargs.get("generator") is not None:  # a replay advances the device's only
         return "it draws random numbers from a generator of its own"
     if depends_on_data(node) or torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
         return "what it does depends on values"

@@ -1,11 +1,12 @@
-"""How to hand out the results of one recording, and who holds them.
+"""Hands out the results of one recording, and tracks which of them are still referenced.
 
-In: what a function gave while it was recorded. Out: `Results`, which gives the results of each replay. Those
-that are, or lie in, an input are, or lie in, the input of this call. Others *stay* where the recording writes
-them, or are copied, so that the next replay does not change them. What stays may not be held by anybody when
-a replay writes there again. What was *saved* for a backward always stays, and may be given away to the
-recording of the backward: then it is handed out without owning its memory. Of what the user gets, large
-results stay, and are copied from then on if he is found to hold one of them.
+In: the outputs of a function while it was recorded. Out: `Results`, which returns the results of each replay.
+If a result is an input, or a view of one, we return the call's input, or a view of it. Other results either
+*stay* in the pool's memory, or we copy them so that the next replay does not change them. A staying result
+must not be referenced when a replay overwrites it. Results *saved* for a backward always stay. Their memory
+may be donated to the backward's recording; we then hand them out as tensors that do not own it. Of the
+results that the caller gets, large ones stay. If the caller is seen to keep one, we copy it from the next
+recording on.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from retrograd.runtime.tensor import (
     whole_of,
 )
 
-#: nobody: greater than the number of any recording.
+#: no recording: greater than any recording's number.
 NOBODY = 2**63
 
 
 class _View(NamedTuple):
-    """A result, `place`, that begins `further` elements behind the tensor number `of`."""
+    """The result at index `place`. It begins `further` elements after the start of tensor number `of`."""
 
     place: int
     of: int
@@ -50,20 +51,20 @@ class _View(NamedTuple):
 
 
 class Results:
-    """How to hand out the results of one recording.
+    """Hands out the results of one recording.
 
     Args:
-        outputs: as recorded. Those that share memory with an input are not held.
-        inputs: as the recording got them.
-        saved: places of results that stay where they are, unless they share memory with others.
-        leaving: places of results that do not stay, to which `leave` adds; None: no others than `saved` stay.
+        outputs: as recorded. We do not hold those that share memory with an input.
+        inputs: the recording's inputs.
+        saved: indices of results that stay, unless they share memory with other results.
+        leaving: indices of results that must be copied; `leave` adds to them. None if only `saved` may stay.
 
     Attributes:
-        is_outdated: whether there is to be another recording, which copies what this one leaves where it is.
-        least: of the numbers of the recordings that some which somebody may hold were donated to.
+        is_outdated: True if we should record again, and copy results that this recording leaves in the pool.
+        least: the smallest number of a recording to which a result was donated that may still be referenced.
 
     Raises:
-        Refusal: a result shows an input, or another result, as another dtype.
+        Refusal: a result aliases an input, or another result, with a different dtype.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Results:
         self.is_outdated = False
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
         self._passed: list[tuple[int, int]] = []
-        #: results that are the one at an earlier place: whoever counts references must find them.
+        #: results that are the same tensor as an earlier result. Reference counts must include them.
         self._same: list[tuple[int, int]] = []
         self._of_inputs: list[_View] = []
-        #: what stays: what was saved, and behind it what the user gets.
+        #: results that stay: first the saved ones, then the caller's.
         self._staying: list[tuple[int, torch.Tensor]] = []
-        #: what is copied, and where the copies stand among the results, or of which copies they are views.
+        #: the tensors that we copy; then the copies' indices among the results, or the views made of copies.
         self._sources: list[torch.Tensor] = []
         self._direct: list[tuple[int, int]] = []
         self._of_copies: list[_View] = []
@@ -91,74 +92,77 @@ class Results:
         visible = self._divide(outputs, inputs, saved)
         self._saved = len(self._staying)
         self._staying += visible
-        # they are copied right after each replay, so others may work there
+        # we copy them right after each replay, so other recordings may use their memory
         self._sources = [placed_on(unowned(source), source) for source in self._sources]
         self._layouts = [(tuple(s.shape), tuple(s.stride()), s.dtype) for s in self._sources]
         self._by_dtype = by_dtype(self._sources)
-        #: of what the user gets: he may give it other memory.
+        #: addresses of results that the caller gets: the caller may move them to other memory.
         self._where = {i: tensor.data_ptr() for i, (_, tensor) in enumerate(visible, self._saved)}
-        #: the numbers of the recordings that each was donated to.
+        #: for each staying result, the number of the recording to which it was donated.
         self._until, self.least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
         self._at_rest: list[int] = []
-        #: what somebody may hold: it was handed out, and nobody was found not to hold it since.
+        #: results that may still be referenced: handed out, and not seen to be free since.
         self._open: list[int] = []
 
     def settle(self) -> None:
-        """Nobody but the recording holds the results now: who does later is told from that."""
+        """Take the reference counts now as the baseline: only the recording refers to the results."""
         self._storages = [storage_of(tensor) for _, tensor in self._staying]
         self._at_rest = holders(self._storages)
 
     @property
     def has_visible(self) -> bool:
-        """Whether results stay that the user gets."""
+        """Whether any result that the caller gets stays in the pool."""
         return len(self._staying) > self._saved
 
     @property
     def is_out(self) -> bool:
-        """Whether somebody may hold them."""
+        """Whether results may still be referenced."""
         return bool(self._open)
 
     def is_held(self) -> bool:
-        """Whether somebody holds what stays, or has given it other memory."""
+        """Whether a staying result is still referenced, or was moved to other memory."""
         return bool(self._held(self._open))
 
     def is_saved_held(self) -> bool:
-        """Whether somebody holds what was saved in the last replay."""
+        """Whether a result that the last replay saved is still referenced."""
         return bool(self._held([i for i in self._open if i < self._saved]))
 
     def is_unowned_held(self) -> bool:
-        """Whether somebody holds what has been donated."""
+        """Whether a donated result is still referenced."""
         return bool(self._held([i for i in self._open if self._until[i] < NOBODY]))
 
     def is_in(self, storages: Collection[int]) -> bool:
-        """Whether some of what the user gets lies in these storages."""
+        """Whether one of the results that the caller gets lives in these storages."""
         return any(storage in storages for storage in self._storages[self._saved :])
 
     def given(self) -> Iterator[int]:
-        """Where the storages begin of what stays."""
+        """The storage addresses of the staying results."""
         return (memory_of(tensor) for _, tensor in self._staying)
 
     def is_in_the_way(self, own: int, number: int, given: Mapping[int, int]) -> bool:
-        """As `Pool.in_the_way`, of the results of recording `own`; not if ``own < number < least``."""
+        """Like `Pool.in_the_way`, for the results of recording `own`. False if ``own < number < least``."""
         if own >= number:
             return self.is_held()
         held = self._held([i for i in self._open if self._until[i] <= number])
         return any(self._until[i] < number or self._is_outside(i, given) for i in held)
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
-        """As `Pool.is_shared`."""
+        """Like `Pool.is_shared`."""
         held = self._held([i for i in self._open if i < self._saved and self._until[i] == number])
         return any(self._is_outside(i, given) for i in held)
 
     def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
-        """Of the storages `given`, those of saved results of which the given holders are all."""
+        """Those of the storages `given` that belong to saved results, and have only the given references."""
         held = self._held([i for i in self._open if i < self._saved and self._until[i] == NOBODY])
         return {self._storages[i] for i in held if not self._is_outside(i, given)}
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
-        """Own those of the storages no more that are saved, and nothing of what a user got beside what was
-        saved, and does not hold; returns what lies in that memory from now on."""
+        """Donate memory to recording `number`. Returns, by storage, tensors that do not own that memory.
+
+        We donate the saved results in `storages`. If this recording saves results, we also donate those that
+        the caller got and no longer holds.
+        """
         visible = range(self._saved, len(self._staying)) if self._saved else ()
         free = set(visible).difference(self._held(self._open))
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
@@ -177,7 +181,7 @@ class Results:
         return {storage: self._staying[i][1].data for storage, i in given.items()}
 
     def leave(self) -> None:
-        """Have what the user holds copied by the next recording; if it comes to that again, all."""
+        """Have the next recording copy the results that the caller holds. The second time, it copies all."""
         found = {self._staying[i][0] for i in self._held(self._open) if i >= self._saved}
         if self.is_outdated or self._leaving is None or not found:
             return
@@ -185,8 +189,8 @@ class Results:
         self.is_outdated = True
 
     def _held(self, places: Collection[int]) -> list[int]:
-        """Which of `places`, open ones, somebody holds, or has given other memory. The others are open no
-        more: nobody can come to hold them before the next replay."""
+        """The open results at `places` that are still referenced, or were moved to other memory. We close the
+        others: no reference to them can appear before the next replay."""
         now, where = holders([self._storages[i] for i in places]), self._where
         held = [
             i
@@ -203,11 +207,11 @@ class Results:
         self.least = min([self._until[i] for i in self._open], default=NOBODY)
 
     def _is_outside(self, i: int, given: Mapping[int, int]) -> bool:
-        """Whether others hold it than the `given`."""
+        """Whether its storage has more references than the `given` ones."""
         return holders([self._storages[i]])[0] != self._at_rest[i] + given.get(self._storages[i], 0)
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results of the replay that has just been made with `inputs`."""
+        """The results of the replay that just ran with `inputs`."""
         self._open = [*range(len(self._staying))]
         self._find_least()
         results = list(self._constants)
@@ -216,7 +220,7 @@ class Results:
         for view in self._of_inputs:
             results[view.place] = view.on(inputs[view.of])
         for place, tensor in self._staying:
-            results[place] = tensor.data  # with a version counter of its own
+            results[place] = tensor.data  # it has its own version counter
         copies = self._copies()
         for place, i in self._direct:
             results[place] = copies[i]
@@ -235,12 +239,12 @@ class Results:
             copy_each([copies[i] for i in group], [self._sources[i] for i in group])
         return copies
 
-    # once
+    # once, after recording
 
     def _divide(
         self, outputs: Sequence[Any], inputs: Sequence[Any], saved: Collection[int]
     ) -> list[tuple[int, torch.Tensor]]:
-        """Say of each result how it is handed out; returns what the user gets and stays."""
+        """Decide how to hand out each result. Returns the caller's results that stay."""
         visible: list[tuple[int, torch.Tensor]] = []
         given = {(storage_of(t), t.dtype): i for i, t in enumerate(inputs) if _has_memory(t)}
         storages = {storage for storage, _ in given}
@@ -279,7 +283,7 @@ class Results:
         return is_large and self._leaving is not None and self._leaving.isdisjoint(members)
 
     def _copy(self, members: dict[int, torch.Tensor]) -> None:
-        """These results, which share memory if there are several, are copied."""
+        """Have these results copied. If there are several, they share memory."""
         number = len(self._sources)
         first = next(iter(members))
         if len(members) == 1 and is_dense(members[first]):

@@ -1,1 +1,1 @@
-"""Regions of ATen graphs: what repeats itself in a graph is compiled once and called many times."""
+"""Regional compilation of ATen graphs: we compile what repeats in a graph once, and call it many times."""

@@ -1,11 +1,11 @@
-"""What it costs to cut a sequence of calls.
+"""The cost of cutting a sequence of calls.
 
-In: the calls of a graph in order, and what it costs to hand over a value. Out: what a border before each call
-costs, and one after the last; None where there can be none.
+In: the calls of a graph in order, and the cost of passing each value across a border. Out: the cost of a
+border before each call, and after the last; None if no border is possible there.
 
-In an ATen graph, a value that crosses a border is written to memory and read again. Kernels that nothing is
-fused with write what they give in any case, and read what they take. Views cost nothing beyond the value that
-they show. Nothing but tensors and sizes can cross.
+In an ATen graph, a value that crosses a border is written to memory and read again. Kernels that are never
+fused write their results and read their inputs anyway. Views cost no more than the value that owns their
+memory. Only tensors and sizes can cross.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def border_costs(
     owners: Mapping[fx.Node, fx.Node] = _NO_OWNERS,
     closed: Iterable[tuple[int, int]] = (),
 ) -> list[float | None]:
-    """What a border before each of `calls` costs, and one after the last; None where there can be none.
+    """The cost of a border before each of `calls`, and after the last; None if no border is possible there.
 
     Args:
-        cost: what it costs to hand a value over to a later call; None: that is not possible.
-        owners: for views, the value whose memory they show: it is handed over as long as they are used.
-        closed: places of calls between which there can be no border.
+        calls: the calls, in order.
+        cost: the cost of passing a value to a later call; None if that is not possible.
+        owners: the owner of each view. The owner must be passed on while its views are used.
+        closed: pairs of indices of calls between which no border is possible.
     """
     place = {node: i for i, node in enumerate(calls)}
     used = {node: max([place.get(user, i) for user in node.users] or [i]) for node, i in place.items()}
@@ -62,7 +63,7 @@ def border_costs(
 
 
 def aten_border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
-    """The same for calls of an ATen graph, by the bytes that cross."""
+    """`border_costs` for calls of an ATen graph, in bytes that cross."""
     owners: dict[fx.Node, fx.Node] = {}
     for node in calls:
         if (owner := _owner(node, owners)) is not node:
@@ -81,7 +82,7 @@ def aten_border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
 
 
 def _owner(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The node whose memory the value shows."""
+    """The node that owns the value's memory."""
     if node.target is operator.getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
         bases = aliased_inputs(node.args[0])  # type: ignore[arg-type]
     else:
@@ -90,6 +91,6 @@ def _owner(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether the call, or the one that it takes a result of, is a kernel that nothing is fused with."""
+    """Whether the call (for ``getitem``: the call that made its tuple) is a kernel that is never fused."""
     made_by: Any = node.args[0] if node.target is operator.getitem else node
     return is_of_family("unfused", str(getattr(made_by.target, "_opname", "")))

@@ -1,8 +1,8 @@
-"""Compile a graph in parts: each different one once.
+"""Compiles a graph in parts, each distinct part once.
 
-In: an ATen graph, its example inputs, and a function that compiles one. Out: a `Division`; a boxed callable,
-in straight-line Python: a value is let go before the call that reads it last, which then has the only
-reference.
+In: an ATen graph, its example inputs, and a function that compiles a graph. Out: a `Division`, and from it a
+boxed callable in straight-line Python. It drops its reference to a value before the call that reads it last,
+so that this call holds the only reference.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from retrograd.repeats.divide import cut_at, divided
 from retrograd.repeats.outline import Outline, graph_of
 from retrograd.trace import places_of_symbols, symbols_in
 
-#: a graph, its example inputs and how many results must have their traced strides.
+#: a graph, its example inputs, and how many of its first results must have their traced strides.
 ToCompile = tuple[fx.GraphModule, Sequence[Any], int | None]
 CompilePart = Callable[[fx.GraphModule, Sequence[Any], int | None], Boxed]
 
 
 class Step(NamedTuple):
-    """A call of the code of part `key`: it takes the values `reads` and gives those of `makes`, by name."""
+    """One call of the code of part `key`, with the names of its inputs `reads` and its results `makes`."""
 
     key: Hashable
     reads: tuple[str, ...]
@@ -35,15 +35,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """A graph in the parts in which it is compiled.
+    """A graph, divided into parts that are compiled separately.
 
     Attributes:
-        inputs: fakes of its inputs. names: their names.
-        graphs: what is to be compiled: each different part, or the whole, if nothing in it repeats itself.
-        steps: the parts in order; none, if it is not divided.
-        results: names of what it returns, or constants.
-        sizes: names of symbolic sizes that parts take, each with an input and the dimension of which it is.
-        held: what the graph holds, by name.
+        inputs: fakes of its inputs.
+        names: names of its inputs.
+        graphs: the graphs to compile: each distinct part, or the whole graph if nothing in it repeats.
+        steps: calls of the parts, in order. Empty if the graph is not divided.
+        results: names of the values that it returns, or constants.
+        sizes: symbolic sizes that parts take: a name, an input, and the dimension of the input to read.
+        held: the values of the graph's ``get_attr`` nodes, by name.
         is_symbolic: whether sizes of inputs are symbolic.
     """
 
@@ -57,7 +58,7 @@ class Division:
     is_symbolic: bool = False
 
     def code(self, compile_part: CompilePart) -> Boxed:
-        """What runs the graph, of what `compile_part` makes of each of `graphs`."""
+        """Code that runs the graph. We call `compile_part` on each of `graphs`."""
         codes = {key: compile_part(*graph) for key, graph in self.graphs.items()}
         if not self.steps:
             return codes[None]
@@ -66,7 +67,7 @@ class Division:
         return self.joined([codes[step.key] for step in self.steps])
 
     def joined(self, codes: Sequence[Boxed]) -> Boxed:
-        """A callable of the inputs as a list, which it empties, of one for each of `steps`."""
+        """Code that runs `codes`, one for each of `steps`. It takes the inputs as a list, and empties it."""
         emit = Emitter("run(args)")
         for name, value in self.held.items():
             emit.local[name] = emit.refer("held", value)
@@ -92,15 +93,14 @@ class Division:
 def divide(
     gm: fx.GraphModule, inputs: Sequence[Any], least: int, visible: int | None, copies: int = 2
 ) -> Division:
-    """The parts of a graph, which stays as it is.
+    """The parts of a graph. The graph is not changed.
 
     Args:
         gm: a functional ATen graph that returns a tuple; ``meta["val"]`` of its nodes are example values.
         inputs: fakes of its inputs.
-        least: calls that a part that repeats has at least; 0: the graph is not divided.
-        visible: how many results, from the first, must have the strides that they were traced with; None:
-            who compiles knows.
-        copies: of a part that repeats, at least.
+        least: the smallest number of calls in a part that repeats. With 0, the graph is not divided.
+        visible: how many of the first results must have their traced strides. None leaves it to the compiler.
+        copies: the smallest number of copies of a part that repeats.
     """
     return _division(gm, inputs, visible, divided(gm.graph, least, visible, copies) if least else [])
 
@@ -108,7 +108,7 @@ def divide(
 def divide_at(
     gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, separate: Collection[fx.Node]
 ) -> Division:
-    """`gm` cut before and behind each of the calls `separate`; else as `divide`."""
+    """`gm`, cut before and after each of the calls `separate`. Otherwise like `divide`."""
     return _division(gm, inputs, visible, cut_at(gm.graph, visible, separate))
 
 
@@ -117,10 +117,10 @@ def _division(
 ) -> Division:
     names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     places, is_symbolic = places_of_symbols(inputs), any(map(symbols_in, inputs))
-    #: by part, symbols that no input of it has as a size: they are inputs of their own.
+    #: by part, symbols that are not a size of any of its inputs. They become extra inputs.
     missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
     wanted = sorted({name for symbols in missing.values() for name in symbols})
-    if not parts or not places.keys() >= set(wanted):  # else nobody could read a size
+    if not parts or not places.keys() >= set(wanted):  # or some size could not be read from an input
         return Division(inputs, names, {None: (gm, inputs, visible)}, is_symbolic=is_symbolic)
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Divide a sequence of calls where it repeats itself, so that each kind of part is compiled once.
+"""Divides a sequence of calls where it repeats, so that each kind of part is compiled once.
 
 In: an ATen graph, or a run of calls of a `BackwardGraph` in eager's order. Out: the same calls as consecutive
-parts: the copies of what repeats, and what stands before, between and after them. Of an ATen graph these are
-outlines, and those that repeat have a key that another has too.
+parts: the copies of what repeats, and the calls before, between and after them. For an ATen graph the parts
+are outlines, and at least two of them have the same key.
 
-Time grows with the number of calls, not with its square: periods are read off the distances at which short
-runs of calls come again, and only the most frequent few are tried.
+The time is linear in the number of calls, not quadratic. We find periods from the distances at which short
+sequences of calls recur, and try only the few most frequent ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from retrograd.repeats.outline import Outline, TokenisedCall, holds_graph, outli
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` times the same `length` calls, one after the other, from `start` on."""
+    """The same `length` calls, `count` times in succession, from `start` on."""
 
     start: int
     length: int
@@ -38,7 +38,7 @@ class Repeat:
 
     @property
     def stop(self) -> int:
-        """Where the last copy ends."""
+        """The end of the last copy."""
         return self.start + self.length * self.count
 
     def cuts(self) -> range:
@@ -49,14 +49,14 @@ class Repeat:
 def find_repeats(
     tokens: Sequence[Hashable], costs: Sequence[float | None], least: int, copies: int = 2
 ) -> list[Repeat]:
-    """The repeats of a sequence, in order.
+    """The repeats in a sequence, in order.
 
     Args:
         tokens: one per call.
-        costs: what a cut before each call costs, and one after the last (None: no cut is possible there). Of
-            all ways to divide a repeat into copies, the one whose cuts are cheapest is taken.
-        least: calls that a copy must have; short periods are taken several at a time.
-        copies: how many copies a repeat must have, two or more.
+        costs: the cost of a cut before each call, and after the last; None if no cut is possible there. A
+            repeat can be divided into copies in several ways; we choose the one with the cheapest cuts.
+        least: the smallest number of calls in a copy. If a period is shorter, a copy spans several periods.
+        copies: the smallest number of copies in a repeat, two or more.
     """
     numbers: dict[Hashable, int] = {}
     interned = [numbers.setdefault(token, len(numbers)) for token in tokens]
@@ -81,7 +81,7 @@ def find_repeats(
 def _repeats_within(
     tokens: Sequence[int], costs: Sequence[float | None], least: int, start: int, stop: int
 ) -> Iterator[Repeat]:
-    """For every period that is tried, the best division of every stretch in which it holds."""
+    """For every candidate period, the best division of every stretch that has this period."""
     for period in _periods(tokens, start, stop):
         for first, last in _stretches(tokens, period, start, stop):
             length = period * -(-least // period)
@@ -91,7 +91,7 @@ def _repeats_within(
 
 
 def _periods(tokens: Sequence[int], start: int, stop: int) -> list[int]:
-    """Distances at which the same few tokens come again, the most frequent first."""
+    """Distances at which the same few tokens recur, the most frequent first."""
     seen: dict[tuple[int, ...], int] = {}
     votes: Counter[int] = Counter()
     for i in range(start, stop - PERIOD_GRAM + 1):
@@ -103,7 +103,7 @@ def _periods(tokens: Sequence[int], start: int, stop: int) -> list[int]:
 
 
 def _stretches(tokens: Sequence[int], period: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Where every token equals the one a period later, for at least one period."""
+    """The stretches, at least two periods long, in which every token equals the token one period later."""
     first = start
     for i in range(start, stop - period + 1):
         if i == stop - period or tokens[i] != tokens[i + period]:
@@ -113,7 +113,7 @@ def _stretches(tokens: Sequence[int], period: int, start: int, stop: int) -> Ite
 
 
 def _divided(costs: Sequence[float | None], first: int, last: int, period: int, length: int) -> Repeat | None:
-    """Copies of `length` between `first` and `last`, cut where that is cheapest; then as many as possible."""
+    """The repeat between `first` and `last` with the cheapest cuts; then, with the most calls in copies."""
     best: tuple[tuple[float, int], Repeat] | None = None
     for start in range(first, min(first + period, last)):
         count = (last - start) // length
@@ -134,13 +134,13 @@ _OPS = frozenset({"placeholder", "get_attr", "call_function", "output"})
 
 
 def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -> list[Outline]:
-    """The parts of `graph`, in order; none if nothing in it repeats itself."""
+    """The parts of `graph`, in order. Empty if nothing in it repeats."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if len(calls) < 2 * least or not _can_be_divided(graph):
         return []
     known = {node: tokenised(node) for node in calls}
     repeats = find_repeats([known[node].token for node in calls], aten_border_costs(calls), least, copies)
-    # Where nothing is computed, no code is shorter than that of as many views.
+    # If a copy is nothing but views, a call of shared code saves nothing.
     repeats = [one for one in repeats if not all(map(aliased_inputs, calls[one.start : one.stop]))]
     if not repeats:
         return []
@@ -149,7 +149,7 @@ def divided(graph: fx.Graph, least: int, visible: int | None, copies: int = 2) -
 
 
 def cut_at(graph: fx.Graph, visible: int | None, separate: Collection[fx.Node]) -> list[Outline]:
-    """The parts of `graph`, in order, if it is cut before and behind each of the calls `separate`; none if it
+    """The parts of `graph`, in order, if we cut it before and after each of the calls `separate`. Empty if it
     cannot be divided."""
     if not _can_be_divided(graph):
         return []
@@ -157,7 +157,7 @@ def cut_at(graph: fx.Graph, visible: int | None, separate: Collection[fx.Node]) 
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        # What takes one of several results stands behind the call: nothing but tensors can cross.
+        # A getitem stays in the part of the call that made the tuple: only tensors can cross a border.
         makes = [user for user in node.users if user.target is operator.getitem]
         for one in (node, *makes):
             calls.setdefault(one, node in separate)
@@ -167,7 +167,7 @@ def cut_at(graph: fx.Graph, visible: int | None, separate: Collection[fx.Node]) 
 
 
 def _cut(calls: Sequence[fx.Node], repeats: Sequence[Repeat]) -> list[Sequence[fx.Node]]:
-    """The copies of what repeats, and what stands before, between and after them."""
+    """The copies of what repeats, and the calls before, between and after them."""
     cuts = sorted({0, len(calls), *(cut for repeat in repeats for cut in repeat.cuts())})
     return [calls[start:stop] for start, stop in itertools.pairwise(cuts)]
 
@@ -183,7 +183,7 @@ def _can_be_divided(graph: fx.Graph) -> bool:
 
 
 def _results(graph: fx.Graph, visible: int | None) -> Mapping[fx.Node, bool]:
-    """By result, whether it must have its traced strides."""
+    """The graph's results, and whether each must have its traced strides."""
     given: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     found: dict[fx.Node, bool] = {}
     for place, node in enumerate(given):
@@ -195,7 +195,7 @@ def _results(graph: fx.Graph, visible: int | None) -> Mapping[fx.Node, bool]:
 def _united(
     runs: Sequence[Sequence[fx.Node]], known: Mapping[fx.Node, TokenisedCall], results: Mapping[fx.Node, bool]
 ) -> list[Outline]:
-    """Outlines, neighbours that are like no other run taken together."""
+    """The outlines of `runs`, after merging neighbours that equal no other run."""
     parts = outlines(runs, known, results)
     count = Counter(part.key for part in parts)
     united: list[Sequence[fx.Node]] = []
@@ -207,7 +207,7 @@ def _united(
 
 
 def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[Sequence[fx.Node]]:
-    """`run`, divided; in one piece if nothing in it repeats."""
+    """`run`, divided into regions. One region if nothing in it repeats."""
     least = smallest * CAPTURED_CALLS_PER_NODE
     if len(run) < 2 * least:
         return [run]
@@ -216,7 +216,7 @@ def regions_of(run: Sequence[fx.Node], smallest: int, copies: int = 2) -> list[S
 
 
 def _captured_cost(node: fx.Node) -> float | None:
-    """What it costs to hand a value over to another region; None for what is no tensor."""
+    """The cost of passing a value to another region; None if it is a tuple."""
     users = [user for user in node.users if user.op == "call_function"]
     is_tuple = any(
         call_of(user).kind is CallKind.PROJECT or user.target is operator.getitem for user in users

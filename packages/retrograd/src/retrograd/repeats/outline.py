@@ -1,7 +1,7 @@
-"""Cut a run of calls out of a graph, in a form in which equal runs are equal.
+"""Extracts subgraphs in a form that makes equal subgraphs compare equal.
 
-In: consecutive calls of a graph. Out: an `Outline`: what the run reads, in the order of its first uses, what
-others read of it, in the order in which it is made, and a key that outlines share whose code may be shared.
+In: consecutive calls of a graph (a run). Out: an `Outline`: the run's inputs, in the order of their first
+uses; its outputs, in the order of their calls; and a key. Runs with equal keys may share code.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from retrograd.graph.fx import (
 )
 from retrograd.graph.structure import token_of
 
-#: bytes that a code generator may take the beginning of an input to be a multiple of.
+#: bytes. A code generator may assume that an input's address is a multiple of this.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """A run of calls with its border.
+    """A run of calls with its inputs and outputs.
 
     Attributes:
         calls: the nodes.
-        inputs: nodes outside of it that it reads.
-        outputs: nodes of it that are read outside.
-        pinned: how many outputs, from the first, are read by calls elsewhere, or must for another reason
-            have the strides that they were traced with.
-        key: outlines of one key compute the same of inputs that are alike.
+        inputs: nodes outside the run that it reads.
+        outputs: nodes of the run that are read outside.
+        pinned: how many of the first outputs must have their traced strides. These are read by calls of other
+            runs, or are results of the graph that must have them.
+        key: outlines with equal keys compute the same from inputs with equal metadata.
     """
 
     calls: Sequence[fx.Node]
@@ -59,7 +59,7 @@ def outlines(
 
     Args:
         runs: all calls of the graph, in order.
-        known: their descriptions.
+        known: their tokens and operands.
         results: by result of the graph, whether it must have its traced strides.
     """
     read: set[fx.Node] = set()
@@ -75,7 +75,7 @@ def _outline(
     read: Collection[fx.Node],
     results: Mapping[fx.Node, bool],
 ) -> Outline:
-    """The outline of `calls`, which give what is `read` elsewhere, or is a result."""
+    """The outline of `calls`. Its outputs are the nodes that are `read` by other runs, or are results."""
     inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
     inputs: dict[fx.Node, int] = {}
     body = []
@@ -101,7 +101,7 @@ def _outline(
 
 
 def holds_graph(node: fx.Node) -> bool:
-    """Whether the node stands for a graph, which an operator of higher order is given."""
+    """Whether the node refers to a graph: the argument of a higher-order operator."""
     if node.op != "get_attr":
         return False
     owner = node.graph.owning_module
@@ -118,16 +118,17 @@ def _input(node: fx.Node) -> Hashable:
 
 
 def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -> fx.GraphModule:
-    """The run as a graph module of its own.
+    """The run as a separate graph module.
 
     Args:
-        gm: the graph that it is part of.
-        sizes: symbols that are no sizes of its inputs; each becomes an input, behind the others.
+        gm: the graph that contains the run.
+        part: the run.
+        sizes: symbols that are not sizes of its inputs. Each becomes an extra input, after the others.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def copied(node: fx.Node) -> fx.Node:
-        if node not in made:  # a graph for an operator of higher order
+        if node not in made:  # a graph for a higher-order operator
             made[node] = add_copy(graph, node, copied)
         return made[node]
 
@@ -142,17 +143,17 @@ def graph_of(gm: fx.GraphModule, part: Outline, sizes: Sequence[torch.SymInt]) -
     return lazy_graph_module(gm, graph)
 
 
-#: notes of the user's in ``node.meta``, by which a code generator may go.
+#: the user's annotations in ``node.meta``, which a code generator may read.
 _NOTES = "custom"
 
 
 @dataclass(frozen=True)
 class TokenisedCall:
-    """A call.
+    """One call.
 
     Attributes:
-        token: equal for calls that compute the same of operands that are alike.
-        operands: the values that it reads, one for each place where it does.
+        token: equal for calls that compute the same from operands with equal metadata.
+        operands: the values that it reads, one for each use.
     """
 
     token: Hashable
@@ -160,10 +161,10 @@ class TokenisedCall:
 
 
 def tokenised(node: fx.Node) -> TokenisedCall:
-    """Describe a ``call_function`` node.
+    """The token and operands of a ``call_function`` node.
 
-    Calls with effects other than drawing random numbers and writing to an input, calls of operators of higher
-    order, communication and convolutions whose layout is open are equal to nothing but themselves.
+    Some calls equal only themselves: calls with effects other than drawing random numbers or writing to an
+    input, higher-order operators, collectives, and convolutions whose memory format is open.
     """
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
@@ -181,8 +182,8 @@ def _may_repeat(node: fx.Node) -> bool:
 
 
 def _is_laid_out_freely(node: fx.Node) -> bool:
-    """Whether the call is a convolution for which a code generator may choose another layout. It does so for
-    all of a graph: each border would bring copies from one layout to the other."""
+    """Whether the call is a convolution whose memory format a code generator may change. It does so for a
+    whole graph, so each border would convert between formats."""
     if node.target is not torch.ops.aten.convolution.default:
         return False
     value: Any = node.meta.get("val")
@@ -191,7 +192,7 @@ def _is_laid_out_freely(node: fx.Node) -> bool:
 
 
 def metadata_of(value: Any) -> Hashable:
-    """Kind, layout and sizes of an example value; symbolic sizes by their expressions."""
+    """Type, layout and sizes of an example value. Symbolic sizes appear as their expressions."""
     if isinstance(value, torch.Tensor):
         numbers = _numbers(value.shape), _numbers(value.stride())
         return value.dtype, value.device, *numbers, value.is_conj(), value.is_neg()

@@ -1,5 +1,5 @@
-"""Code for each kind of call: found again by a key and a guard, made where there is none, bounded.
+"""Specialised code for each kind of call, cached by a key and a guard, up to a limit.
 
-In: what a call is like, and a function that captures and compiles for it. Out: the code, or the reason for
-which the call runs as eager runs it. ``aot.function`` and the graphs of Dynamo share this mechanism.
+In: the key and inputs of a call, and a function that captures and compiles for them. Out: the code, or the
+reason why the call runs in eager mode. ``aot.function`` and the graphs of Dynamo share this mechanism.
 """

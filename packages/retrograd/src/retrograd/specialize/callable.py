@@ -1,8 +1,8 @@
-"""A callable that compiles itself for each kind of call that it meets.
+"""A callable that compiles itself for each kind of call.
 
-In: a key, the flat inputs, and functions that compile for them and that run them eagerly. Out: the result,
-and what happened in a `Report`. Code is found again by the key, which must be equal, and a guard, which must
-hold for the inputs.
+In: a key, the flat inputs, and functions that compile for them and that run them in eager mode. Out: the
+result; fallbacks are told to a `Report`. Code is reused if its key is equal and its guard holds for the
+inputs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from retrograd.specialize.guard import CallGuard
 
 
 class Code(Protocol):
-    """What was compiled for one kind of call."""
+    """The compiled code for one kind of call."""
 
     def __call__(self, leaves: Sequence[Any], /) -> Any:
         """The result for flat inputs."""
 
     def why_disabled(self) -> Reason | None:
-        """Why calls had better run eagerly from now on; None if they had not."""
+        """Why calls should run in eager mode from now on; None if they should not."""
 
 
 @dataclass(eq=False)
 class Variant:
-    """What is known about one kind of call.
+    """The cache entry of one kind of call.
 
     Attributes:
-        guard: when it applies, of the calls with its key; None: to all of them.
-        run: the code, for flat inputs; None: such calls run eagerly, for `reason`.
-        failures: how often the code has raised where eager did not.
-        used: when it was used last, on the clock of its cache.
-        outcome: what the call does that it was made for, if that has run already.
+        guard: selects the calls with its key that it serves; None if it serves all of them.
+        run: the code, called with flat inputs. None if such calls run in eager mode, for `reason`.
+        reason: why such calls run in eager mode.
+        failures: how often the code raised when eager did not.
+        used: when it was last used, on the clock of its cache.
+        outcome: completes the call for which the variant was made, if tracing has already run part of it.
     """
 
     guard: CallGuard | None
@@ -54,15 +55,16 @@ class Variant:
 
 
 class Specialized:
-    """The variants of one callable, by key; of those of one key, the first whose guard holds is taken. When
-    there are more than ``cache_size``, the one that was not used for longest is given up.
+    """The variants of one callable, by key. Of those with one key, we use the first whose guard holds. If
+    there are more than ``cache_size``, we drop the least recently used one.
 
     Args:
-        name: of the callable, for reasons. stage: where it stands.
-        config: ``strict``, ``recompile_limit`` and ``cache_size`` count here.
-        report: is told what runs eagerly.
-        compile: makes the variant for flat inputs, given the variants of the same key, the oldest first;
-            raises if they cannot be captured and no guard can describe them.
+        name: of the callable, for reasons.
+        stage: of the callable, for reasons.
+        config: its ``strict``, ``recompile_limit`` and ``cache_size`` are used here.
+        report: is told what runs in eager mode.
+        compile: makes the variant for flat inputs, given the variants with the same key, oldest first. It
+            raises if the call cannot be captured and no guard can describe such calls.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class Specialized:
         self._lock = ForkSafeLock()
 
     def __call__(self, key: Hashable, leaves: Sequence[Any], eagerly: Callable[[], Any]) -> Any:
-        """The result for `leaves`; `eagerly` runs them as eager does.
+        """The result for `leaves`. `eagerly` runs the call in eager mode.
 
         Raises:
-            RetrogradError: in strict mode, if they cannot be captured.
+            RetrogradError: in strict mode, if the call cannot be captured.
             Exception: whatever the callable raises.
         """
         variant = self._found(key, leaves)
@@ -106,7 +108,7 @@ class Specialized:
             return self.run_eagerly(variant.reason, eagerly)
         try:
             return run(leaves)
-        except UnlikeTracedError as error:  # in the first call, before anything was changed
+        except UnlikeTracedError as error:  # raised by the first call, before it mutated anything
             variant.run, variant.reason = None, error.reason
             return self.run_eagerly(error.reason, eagerly)
         except NotReadyError as error:
@@ -115,12 +117,13 @@ class Specialized:
             return self._after_failure(variant, error, eagerly)
 
     def why_not_now(self, has_seen_functions: bool = False) -> Reason | None:
-        """Why the modes of this thread allow no compiled code; see `why_not_capturable_now`."""
+        """Why this thread's modes do not allow compiled code; see `why_not_capturable_now`."""
         now = why_not_capturable_now(has_seen_functions)
         return None if now is None else Reason(*now, self._stage, way_out="call it outside of that")
 
     def run_eagerly(self, reason: Reason, eagerly: Callable[[], Any]) -> Any:
-        """The result of `eagerly`, noted; in strict mode an error. Under ``force_eager`` nothing is noted.
+        """The result of `eagerly`, which we report. Strict mode raises instead. ``force_eager`` reports
+        nothing.
 
         Raises:
             CaptureError: in strict mode.
@@ -134,7 +137,7 @@ class Specialized:
         return result
 
     def add(self, key: Hashable, variant: Variant) -> None:
-        """Keep `variant`."""
+        """Add `variant` to the cache."""
         variant.used = next(self._clock)
         kept = {**self._variants, key: [*self._variants.get(key, ()), variant]}
         if sum(map(len, kept.values())) > self._config.cache_size:
@@ -143,7 +146,7 @@ class Specialized:
         self._variants = {k: ones for k, ones in kept.items() if ones}
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all variants."""
         self._variants = {}
 
     def _found(self, key: Hashable, leaves: Sequence[Any]) -> Variant | None:
@@ -154,7 +157,7 @@ class Specialized:
         return None
 
     def _made(self, key: Hashable, leaves: Sequence[Any]) -> tuple[Variant, Callable[[], Any] | None]:
-        """A new variant, unless another thread has made it meanwhile; what this call does, if it ran."""
+        """A new variant, or the one that another thread made meanwhile; and the call's outcome, if it ran."""
         with self._lock:
             if (found := self._found(key, leaves)) is not None:
                 return found, None
@@ -170,7 +173,7 @@ class Specialized:
             return made, outcome
 
     def _after_failure(self, variant: Variant, error: CodeFailedError, eagerly: Callable[[], Any]) -> Any:
-        """Code has raised. If eager raises too, that is the program's error; if not, the code is at fault."""
+        """Handle code that raised. If eager raises too, the program is at fault; otherwise, the code is."""
         cause = error.__cause__ or error
         if self._config.strict:
             raise cause

@@ -1,10 +1,10 @@
-"""May a compiled joint graph be used for these inputs?
+"""Decides whether a compiled joint graph may be used for these inputs.
 
-In: the flat inputs that it was captured for, and the joint graph. Out: `CallGuard.fits`. Looks at what a
+In: the flat inputs of a capture, and its joint graph. Out: `CallGuard.fits`. It checks everything that a
 capture relies on: metadata of tensors and relations between sizes (torch's own guards), which tensors are
-leaves, how wrapper subclasses are made up, and, if the function changes inputs, which of them share memory
-and where each of these begins in it. The same holds for tensors that the function found by itself, which
-stand behind the inputs.
+leaves, and the structure of wrapper subclasses. If the function mutates inputs, it also checks which inputs
+share memory, and at which offsets. It checks the tensors that the function closes over in the same way; they
+follow the inputs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from retrograd.trace import InputGuard
 
 @dataclass(frozen=True, eq=False)
 class CallGuard:
-    """What must hold for flat inputs; made by `for_joint` or `exact`.
+    """Conditions on flat inputs, made by `for_joint` or `exact`.
 
     Attributes:
         inputs: metadata and relations between sizes.
-        inner: of the tensors that require grad, which are leaves; others always are.
-        wrappings: how the wrapper subclasses among them are made up.
-        aliases: which share memory, and where each of these begins in it; None if that does not matter.
-        found: the tensors that the function found by itself.
+        inner: by index of a tensor that requires grad, whether it is a leaf. Other tensors always are.
+        wrappings: the structure of each wrapper subclass.
+        aliases: which inputs share memory, and at which offsets; None if that does not matter.
+        found: the tensors that the function closes over.
     """
 
     inputs: InputGuard
@@ -42,17 +42,17 @@ class CallGuard:
 
     @staticmethod
     def for_joint(leaves: Sequence[Any], joint: JointValues) -> CallGuard:
-        """For the inputs that `joint` was captured for, and all others that it is right for.
+        """A guard for the inputs of the capture of `joint`, and for all others for which `joint` is right.
 
         Raises:
-            Refusal: the function changes memory that an input and a tensor that it found share.
+            Refusal: the function mutates memory that an input shares with a tensor that it closes over.
         """
         sources = [*leaves, *joint.found]
         if joint.updates and any(keys[-1] >= len(leaves) for keys, *_ in memory_layout(sources)):
             text = "it changes memory that an input shares with a tensor it closes over"
             raise not_representable(text)
         wrappings = tuple((i, layout_of(leaf)) for i, leaf in enumerate(sources) if is_wrapper(leaf))
-        # Parameters and buffers stay where they are; other tensors come from anywhere.
+        # Parameters keep their addresses; other tensors may move from call to call.
         moving = [i for i, leaf in enumerate(sources) if not isinstance(leaf, torch.nn.Parameter)]
         memory = MemoryGuard(sources, moving) if joint.updates else None
         guard = guard_as_traced(leaves, joint)
@@ -60,19 +60,19 @@ class CallGuard:
 
     @staticmethod
     def exact(leaves: Sequence[Any]) -> CallGuard:
-        """For inputs with the very same metadata."""
+        """A guard for inputs with exactly the same metadata."""
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         return CallGuard(InputGuard(leaves, tensors, [leaves[i] for i in tensors], None), _inner(leaves))
 
     def why_not(self, values: Sequence[Any]) -> str:
-        """What does not hold."""
+        """The condition that fails, as text."""
         sources = [*values, *self.found]
         if not self.inputs.check(sources):
             return self.inputs.why_not(sources)
         return "other inputs are leaves, share memory, or are made up of other tensors"
 
     def fits(self, values: Sequence[Any]) -> bool:
-        """Whether all of it holds for `values`."""
+        """Whether all conditions hold for `values`."""
         if self.found:
             values = [*values, *self.found]
         if not self.inputs.check(values):
@@ -86,8 +86,8 @@ class CallGuard:
 
 
 def guard_as_traced(leaves: Sequence[Any], joint: JointValues) -> InputGuard:
-    """A guard on metadata and relations between sizes, for all inputs that `joint` fits; it is checked with
-    the tensors that the function found behind them."""
+    """A guard on metadata and relations between sizes, for all inputs that `joint` fits. Check it with the
+    inputs, followed by the tensors that the function closes over."""
     state = joint.state
     fakes = {
         i: leaf.value
@@ -106,13 +106,13 @@ def _inner(leaves: Sequence[Any]) -> tuple[tuple[int, bool], ...]:
     )
 
 
-#: groups of places that share memory, each with the offsets of its members, and which of them are views of
-#: one tensor, or are it.
+#: groups of indices of tensors that share memory, each with the offsets of its members; and, if all members
+#: have one base, which of them are that base.
 AliasLayout = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]], ...]
 
 
 def memory_layout(values: Sequence[Any]) -> AliasLayout:
-    """Which of the tensors among `values` share memory, where each of these begins in it, and their base."""
+    """Which tensors among `values` share memory, at which offsets, and which of them are their base."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
     groups = {keys: [tensors[i] for i in keys] for keys in groups_sharing_memory(tensors)}
     return tuple((keys, _beginnings(group), _bases(group)) for keys, group in groups.items())
@@ -124,7 +124,7 @@ def _bases(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
 
 
 def _beginnings(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Where each of the tensors begins in the memory that they share."""
+    """The offset of each tensor in the memory that they share."""
     plain = not any(map(is_wrapper, tensors))
     if plain and any(storage_of(tensor) != storage_of(tensors[0]) for tensor in tensors):
         return tuple(tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors)
@@ -132,11 +132,12 @@ def _beginnings(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 class MemoryGuard:
-    """Guards the sharing of memory. Tensors that lie where they lay in the last call are not looked at again.
+    """Guards which inputs share memory. Tensors whose address is the same as in the last call are not checked
+    again.
 
     Args:
-        values: the inputs that the code was made for.
-        moving: places of the inputs that lie elsewhere in each call, such as a batch.
+        values: the inputs for which the code was made.
+        moving: indices of inputs whose address changes from call to call, such as a batch.
     """
 
     def __init__(self, values: Sequence[Any], moving: Sequence[int]) -> None:

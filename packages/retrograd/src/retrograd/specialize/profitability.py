@@ -1,10 +1,10 @@
-"""Is compiled code worth it?
+"""Decides whether compiled code is worth it.
 
-In: the times of some calls, compiled and eager in turn, taken after the last compilation. Out: whether they
-stay compiled. A machine may be busy for a while, and what runs eagerly does so for good. So the median and
-the shortest time both have to say it, and to say it again some calls later. Long calls are not measured: they
-spend their time in kernels, and running one eagerly might need more memory than there is. Under deterministic
-algorithms nothing is decided by a clock.
+In: the times of some calls, alternately compiled and eager, after the last compilation. Out: whether calls
+stay compiled. A machine may be busy for a while, and falling back to eager is permanent. So both the median
+and the minimum must be slower than eager, and must be so again some calls later. We do not measure long
+calls: they spend their time in kernels, and an eager run might run out of memory. Under deterministic
+algorithms we never decide by a clock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from retrograd.policy import SAMPLES, SHORT, STEADY, TOLERANCE, UNTIL_CONFIRMED
 
 
 class Pace:
-    """Measures one step, or the backwards of one kind.
+    """Measures one training step, or backwards of one kind.
 
     Args:
-        name: of what is measured. stage: as in `Reason`. short: one of the above.
+        name: of what we measure, for the reason.
+        stage: as in `Reason`.
+        short: seconds. Calls that take longer are not measured, and stay compiled.
 
     Attributes:
-        aside: why it runs eagerly from now on; None if it does not.
+        disabled: why calls run in eager mode from now on; None if they do not.
     """
 
     def __init__(self, name: str, stage: str, short: float = SHORT) -> None:
@@ -39,7 +41,7 @@ class Pace:
         self._is_decided = self._is_suspected = False
 
     def is_worth_compiling(self) -> bool:
-        """Whether the next call runs compiled."""
+        """Whether the next call should run compiled."""
         if self.disabled is not None:
             return False
         measures = not self._is_decided and self._calm > STEADY
@@ -47,7 +49,7 @@ class Pace:
 
     @contextmanager
     def timed(self, is_compiled: bool, compilations: Callable[[], int]) -> Iterator[None]:
-        """Around a call; `compilations` tells how much was compiled so far."""
+        """Time the call inside the block. `compilations` returns how much was compiled so far."""
         if self._is_decided:
             yield
             return

@@ -1,1 +1,1 @@
-"""Running: a partition is called like the function, and its results have autograd nodes."""
+"""Run time: calls a partition like the original function and attaches autograd nodes to its results."""

@@ -1,13 +1,14 @@
-"""The autograd nodes of a compiled function.
+"""Attaches autograd nodes to the results of a compiled function.
 
-In: a frame (see `aot.run.call`), and the order in which eager would run the regions and hand gradients to
-leaves. Out: the frame, whose values have one `RegionNode` per region behind them, put into the graph so that
-the engine runs the regions, and hands on gradients, in eager's order.
+In: a frame (see `aot.run.call`), and the order in which eager would run the regions and accumulate into
+leaves. Out: the frame, whose values now have a history of one `RegionNode` per region. The engine runs
+these nodes, and hands on gradients, in eager's order.
 
-A region's node is applied after those of the regions that take gradients from it, so that its sequence number
-is lower. Leaves that only one region reaches, and that get their gradients right after it, get them in
-*turns* (see `engine.leaf_order`). Any other leaf whose gradient must wait has a *barrier*: an alias, made
-at its place in the order, through which the engine passes when the turn has come.
+We create a region's node after the nodes of the regions that take gradients from it, so its sequence number
+is lower. If only one region reaches a leaf, and the leaf's gradient comes right after that region, the leaf
+takes its *turn* among the leaves of the region (see `engine.leaf_order`). Every other leaf whose gradient
+must wait gets a *barrier*: an extra alias node, whose sequence number makes the engine reach the leaf at the
+right time.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from retrograd.engine import OrderedLeaves, entry_of, last_turn, take_turns
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
-#: turns pay from this many leaves on that would have barriers.
+#: leaves take turns if this many of them would otherwise need barriers; with fewer, turns do not pay.
 FEWEST_TURNS = 6
 
 
 class RegionNode(OrderedLeaves):
-    """One node for one region. Its context keeps, besides the saved tensors, ``replay_record`` (what is
-    needed to run
-    the region as eager would), which is released with them; and ``numbers``, which is not: saved values that
-    are not tensors, and all of them where eager's nodes free nothing."""
+    """The autograd node of one region.
+
+    Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode) and
+    ``numbers``. The record is released with the saved tensors; ``numbers`` is not. It holds saved values
+    that are not tensors, or all saved values if eager's nodes free nothing.
+    """
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - all that a context keeps
+    def forward(  # noqa: PLR0913 - all that a context holds
         ctx: Any,
         backward: Callable[..., Sequence[Any]],
         saved: tuple[torch.Tensor, ...],
@@ -47,7 +50,7 @@ class RegionNode(OrderedLeaves):
         turns: tuple[int, ...],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Save, and hand out the values."""
+        """Save what the backward needs, and return the values."""
         ctx.run, ctx.numbers, ctx.replay_record, ctx.turns = backward, numbers, replay_record, turns
         ctx.meeting = None
         ctx.materialize_grads = False
@@ -56,14 +59,14 @@ class RegionNode(OrderedLeaves):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the region, which gets the context and the cotangents, and gives a gradient for each input."""
+        """Run the region on the context and the cotangents. Returns a gradient for each input."""
         gradients = ctx.run(ctx, cotangents)
         if ctx.turns:
             take_turns(ctx)
         return None, None, None, None, None, None, *gradients
 
 
-#: called like ``RegionNode.apply``: with `RegionNode.forward`'s arguments after the context.
+#: called like ``RegionNode.apply``: with the arguments of `RegionNode.forward` after the context.
 attach = entry_of(RegionNode)
 
 
@@ -71,15 +74,13 @@ Frame = list[Any]
 
 
 class Attaching:
-    """How the nodes of one function are attached, called with a frame and what is needed to run the call
-    again.
-    """
+    """Attaches the nodes of one function. Called with a frame and the call's replay record."""
 
     def __init__(
         self, partition: Partition, regions: Sequence[RegionCode], layout: FrameLayout, finish: Epilogue
     ) -> None:
         self._layout, self._finish = layout, finish
-        #: places of the barriers, by region and destination, or by primal if all share one.
+        #: indices of the barriers in the frame, by region and destination; by primal if all share one.
         self._barriers: dict[Any, int] = {}
         self._steps: list[Callable[[Frame, Any], None]] = []
         order = Order.of(partition.joint)
@@ -88,7 +89,7 @@ class Attaching:
             if step.is_leaf:
                 for key in _barriers_of(partition.joint, step.index):
                     self._barriers[key] = layout.end + len(self._barriers)
-                    # a tensor class may not know how to make an alias; every parameter can be detached
+                    # a tensor class may not support aliases, but every parameter can be detached
                     leaf = partition.joint.primals[step.index]
                     is_node = step.index in order.last or leaf.wrapping.cls is not None
                     self._steps.append(_barrier(step.index, is_node))
@@ -136,7 +137,7 @@ class Attaching:
         def attach_code(frame: Frame, replay_record: Any) -> None:
             fresh = tuple([value.detach() if value._is_view() else value for value in take_roots(frame)])
             numbers = take_numbers(frame)
-            if code.frees_nothing:  # a result that held itself would never be freed
+            if code.frees_nothing:  # a result that holds itself is a reference cycle
                 numbers = tuple([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
             attached = attach(
                 code, take_tensors(frame), numbers, replay_record, fresh, turns, *take_inputs(frame)
@@ -149,8 +150,8 @@ class Attaching:
         return attach_region if made else attach_code
 
     def _view(self, joint: JointValues, region: int, value: int) -> Callable[[Frame], None] | None:
-        """How the view that a value stands for is made of a real tensor with its history; None if it stands
-        for none."""
+        """A function that makes the view for `value` from a real tensor with its history. None if `value` is
+        not a view."""
         plan = next((p for p in joint.outputs if isinstance(p, AliasOf) and p.made == value), None)
         if plan is None:
             return None
@@ -170,13 +171,13 @@ class Attaching:
         return make_view
 
     def _place_of(self, region: int, there: Destination) -> int:
-        """Where the primal or its barrier stands."""
+        """The index of the primal, or of its barrier."""
         return self._barriers.get((region, there), self._barriers.get(there.index, there.index))
 
 
 def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
-    """What each barrier of a leaf is for; the one that runs last comes first. A barrier adds up what arrives
-    at it, so contributions that must stay apart have one barrier each."""
+    """The keys of a leaf's barriers; the barrier that runs last comes first. A barrier sums its gradients, so
+    contributions that must not be summed early have one barrier each."""
     if not joint.options.separate_sums:
         return [primal]
     regions = enumerate(joint.signature.regions)
@@ -193,12 +194,12 @@ def _barrier(primal: int, is_node: bool) -> Callable[[Frame, Any], None]:
 
 @dataclass(frozen=True)
 class Order:
-    """What keeps eager's order.
+    """How we enforce eager's order.
 
     Attributes:
-        steps: what to make, in eager's order: regions, and barriers of leaves.
-        turns: by region, the places among its destinations of leaves that take turns, in order.
-        last: leaves with the last turn of a region; these have a barrier too.
+        steps: the regions and leaf barriers to create, in eager's order.
+        turns: by region, the indices among its destinations of the leaves that take turns, in order.
+        last: leaves with the last turn of a region. These have a barrier too.
     """
 
     steps: tuple[BackwardStep, ...]
@@ -207,12 +208,12 @@ class Order:
 
     @staticmethod
     def of(joint: JointValues) -> Order:
-        """Of a captured function.
+        """The order of a captured function.
 
-        The engine hands gradients to leaves before anything else, in the order of the region's inputs. That
-        is certain of two of them only: leaves are equal in its heap, and a heap keeps no order among more. So
-        a leaf needs no barrier if it is the first after the only region that makes its gradient, or the
-        second and a later input, or if it has its turn.
+        The engine hands gradients to leaves before it runs other nodes. It follows the order of the region's
+        inputs, but only for two leaves: they compare equal in its heap, and a heap is not stable for more.
+        So a leaf needs no barrier if it takes its turn, or if it is the first leaf after the only region that
+        makes its gradient, or the second leaf, and a later input than the first.
         """
         signature = joint.signature
         made_by = Counter(
@@ -230,7 +231,7 @@ class Order:
             leaves = list(takewhile(lambda step: step.is_leaf, order))
             order = order[len(leaves) :]
             steps.append(region)
-            if region.is_leaf:  # none stands before it
+            if region.is_leaf:  # no region comes before it
                 continue
             inputs = signature.regions[region.index].destinations
             places = {there.index: i for i, there in enumerate(inputs) if not there.is_boundary}

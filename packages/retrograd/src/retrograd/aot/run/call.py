@@ -1,11 +1,11 @@
-"""A compiled function at run time.
+"""Calls a compiled function at run time.
 
 In: flat inputs. Out: what the captured function would return, with eager's autograd structure (see
 `aot.run.attach`).
 
-All that can be decided before the first call is decided when a `CompiledFunction` is made; what is left is a
-list of values, the *frame*: primals (and, if some are wrapper subclasses, their parts), what the graph gives
-(and what is built of it), barriers.
+The constructor of `CompiledFunction` decides everything that does not depend on the inputs. A call then
+fills one list of values, its *frame*: the primals (and the parts of wrapper subclasses), the graph's results
+(and the subclasses built from them), and the barriers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from retrograd.runtime.modes import generator_states, restore_generator_states, 
 from retrograd.runtime.subclass import built, parts_of
 from retrograd.runtime.tensor import common_base
 
-#: a function is left to eager once so many backwards were made by running the call again, for half of its
-#: calls: that takes longer than eager does.
+#: we leave a function to eager after this many backwards that re-ran the call, if they make up half of its
+#: calls: a re-run is slower than eager.
 FEWEST_RERUNS = 8
 
 
@@ -46,41 +46,41 @@ class CompiledFunction:
         self._primals = _primals_of(joint)
         self._layout = layout = FrameLayout.of(partition)
         self._value_count = len(joint.values)
-        #: what the graph is expected to give, with what is saved if code is made for that; looked at in the
-        #: first call.
+        #: the expected results, including saved values if a backward is compiled for their layout. We check
+        #: them in the first call.
         summary = partition.ahead.summary
         self._expected: list[Any] | None = [*summary.results]
         if all(region.follows_layout for region in regions):
             del self._expected[joint.signature.forward_count :]
         views = [plan for plan in joint.outputs if isinstance(plan, AliasOf) and plan.view.replay is None]
         places = {value: place for place, value in layout.plain_values.items()}
-        #: places of results of which views are made by their strides.
+        #: indices of results from which we make views with `as_strided`.
         self._strided = {places[plan.value] for plan in views if plan.value in places}
         self._finish = Epilogue(joint, layout.values, partition.written_ahead)
         self._rebuild = rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
-        #: whether the function itself may have switched autograd on
+        #: True if the function itself may have switched autograd on.
         self._records_inside = not joint.state.thread_modes.grad
         self._written = WrittenAhead(partition)
         self._has_effects = summary.has_effects_besides_random and not self._written
         self._draws = summary.random_devices
         changed = {update.primal for update in joint.updates} if regions else set()
         self._unread = partition.overwritten
-        #: primals of which a copy is kept as they were, to run the call again.
+        #: primals that we copy before they change, so that we can re-run the call.
         self._changed = sorted(changed - self._unread)
-        #: primals that are not kept, and where they stand among the sources.
+        #: primals that we do not hold, with their indices among the sources.
         leaves = [(i, joint.primals[i].leaf) for i in sorted(partition.released)]
         self._released = [(i, leaf) for i, leaf in leaves if leaf is not None]
         self._regions, self._calls = regions, 0
         self._by_dtype, self._shared = sorted(joint.by_dtype), sorted(joint.shared)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat inputs.
+        """Call the function with flat inputs.
 
         Raises:
-            CodeFailedError: the code has raised, and everything of the user's is as it was.
-            NotReadyError: it is still being compiled, or cannot serve these inputs.
-            UnlikeTracedError: torch's fake tensors were wrong.
+            CodeFailedError: the code raised; the user's tensors are unchanged.
+            NotReadyError: the code is still being compiled, or does not support these inputs.
+            UnlikeTracedError: a fake kernel of torch predicted a wrong result.
         """
         if not is_ready(self._code):
             raise NotReadyError(still_compiling(self._joint.state.name))
@@ -107,18 +107,18 @@ class CompiledFunction:
             self._written.after(written)
         before: dict[int, torch.Tensor] = {}
         if self._changed:
-            with torch.enable_grad():  # a copy has the history that the primal had
+            with torch.enable_grad():  # so that the copy has the primal's history
                 before = {place: primals[place].clone() for place in self._changed}
         if self._finish.begins:
             self._finish.begin(frame)
         replay_record = self._replay_record(sources, primals, before, generators) if self._attaching else None
         if not self._records_inside:
             return self._outputs(sources, frame, replay_record)
-        with torch.enable_grad():  # views that the function made under no_grad say so themselves
+        with torch.enable_grad():  # the plan of a view records that it was made under no_grad
             return self._outputs(sources, frame, replay_record)
 
     def why_disabled(self) -> Reason | None:
-        """Why calls had better run eagerly from now on; None if they had not."""
+        """Why calls should run in eager mode from now on; None if they should not."""
         most = max(self._regions, key=lambda region: region.reruns, default=None)
         if most is None or most.reruns < FEWEST_RERUNS or 2 * most.reruns < self._calls:
             return None
@@ -141,7 +141,7 @@ class CompiledFunction:
         before: dict[int, torch.Tensor],
         generators: dict[torch.device, Any],
     ) -> ReplayRecord:
-        """The call as it was; `before` are the primals that it has changed."""
+        """The record of the call. `before` has copies of the primals that the call changed."""
         if before:
             primals = [before.get(i, primal) for i, primal in enumerate(primals)]
         strides: dict[int, tuple[int, ...]] = {}
@@ -157,7 +157,7 @@ class CompiledFunction:
         return ReplayRecord(sources, primals, versions, generators, (*before, *self._unread), strides)
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
-        """The frame, with what the graph gives. Nothing of the user's has changed yet."""
+        """The frame, with the graph's results. Nothing of the user's has changed yet."""
         frame = list(primals)
         if self._layout.is_plain:
             results = self._results([*primals])
@@ -169,7 +169,7 @@ class CompiledFunction:
         return frame
 
     def _results(self, parts: list[Any]) -> Sequence[Any]:
-        """What the graph gives for `parts`."""
+        """The graph's results for `parts`."""
         results = self._run(parts)
         if self._expected is not None:
             refuse_unlike_traced(results, self._expected, self._joint.state.name, self._strided)
@@ -177,7 +177,7 @@ class CompiledFunction:
         return results
 
     def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
-        """Run, with wrapper subclasses taken apart; fills the frame."""
+        """Unwrap subclasses, run the graph, and fill the frame."""
         parts = [
             part
             for value, primal in zip(primals, self._joint.primals, strict=True)
@@ -189,7 +189,7 @@ class CompiledFunction:
 
 
 def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """How primals are taken from the sources. That of an alias group is the base of its members."""
+    """A function that picks the primals from the sources. An alias group's primal is its members' base."""
     count, groups = len(joint.state.leaves), joint.state.aliases
     found = itertools.count(count)
     places: list[int | list[int]] = [
@@ -209,7 +209,8 @@ def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:
 def refuse_unlike_traced(
     results: Sequence[Any], expected: Sequence[Any], name: str, strided: Collection[int] = ()
 ) -> None:
-    """Compare shapes and types; of results at the places `strided`, of which views are made, strides too."""
+    """Compare shapes and dtypes with the trace. At the indices `strided`, from which we make views,
+    compare strides too."""
     for number, (result, fake) in enumerate(zip(results, expected, strict=False)):
         if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
@@ -230,13 +231,13 @@ def refuse_unlike_traced(
 
 
 def _differ(traced: Sequence[Any], now: Sequence[int]) -> bool:
-    """Whether numbers differ, apart from those that were symbolic in the trace."""
+    """Whether numbers differ. Numbers that were symbolic in the trace never do."""
     pairs = zip(traced, now, strict=False)
     return len(traced) != len(now) or any(type(one) is int and one != other for one, other in pairs)
 
 
 def _strides(value: torch.Tensor, shape: Sequence[int]) -> list[Any]:
-    """Those that matter: with one element, any stride does."""
+    """The strides that matter. The stride of a dimension of size 1 is arbitrary."""
     return [stride for size, stride in zip(shape, value.stride(), strict=True) if size != 1]
 
 

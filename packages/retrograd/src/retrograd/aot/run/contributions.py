@@ -1,11 +1,11 @@
-"""Gradients that meet in a call and in its second run.
+"""Adds gradients that reach a call both directly and through its re-run.
 
-In: the context of a region's node, and the autograd graph of a second run, which is in the history of a
-gradient. Out: what arrives at nodes of that graph in a later backward, so that the region adds it there.
-Eager has one graph for both runs: it adds at each node, before a gradient goes further down.
+In: the context of a region's node, and the autograd graph of a re-run, which is in the history of a
+gradient. Out: the gradients that arrive at nodes of that graph in a later backward, so that the region adds
+them in the right places. Eager has one graph for both runs, and adds at each node before a gradient flows on.
 
-Nodes of a second run are newer, so the engine comes to them first. They are left with undefined gradients, of
-which torch's own nodes make nothing.
+The nodes of the re-run are newer, so the engine reaches them first. We collect their gradients and leave
+them undefined gradients, from which torch's own nodes compute nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Grads = Sequence[torch.Tensor | None]
 
 
 class Meeting:
-    """What has arrived at nodes of second runs of one region, by backward."""
+    """The gradients that arrived at re-run nodes of one region, by backward."""
 
     def __init__(self) -> None:
         self._arrived: dict[int, dict[Edge, torch.Tensor]] = {}
         self._last = -1
 
     def keep(self, ctx: Any, index: int, grads: Grads) -> Grads | None:
-        """Keep what arrives at node `index`, if the backward still comes to the region's own node."""
+        """Store what arrives at node `index`, if this backward will still run the region's own node."""
         now = backward_number()
         if now == self._last or not will_execute(ctx) or not ctx.run.can_be_rerun(ctx):
             return None
@@ -43,14 +43,14 @@ class Meeting:
         return (None,) * len(grads)
 
     def arrived(self) -> Mapping[Edge, torch.Tensor]:
-        """What has arrived in this backward. What comes later goes down by itself."""
+        """What has arrived in this backward. Later gradients flow through the re-run's nodes."""
         self._last = backward_number()
         return self._arrived.pop(self._last, {})
 
 
 def meet(ctx: Any, walk: RegionInterpreter) -> None:
-    """Have what arrives at the nodes of `walk`, and of the regions below, kept for the nodes of the call.
-    `ctx` is the context of the region that is walked."""
+    """Collect gradients at the nodes of `walk`, and of the regions below, for the nodes of the call. `ctx` is
+    the context of the walked region."""
     waiting, seen = [ctx], set[int]()
     while waiting:
         one = waiting.pop()

@@ -1,9 +1,9 @@
-"""Cotangents for which a region's code was not traced: tracing it for them.
+"""Compares cotangents with those that were traced, and traces a region for other layouts.
 
 In: a partition and a root of a region. Out: `ExpectedTangent`, which says whether an arriving cotangent is of
-the kind that was traced, and which layout it has; and for other layouts, a graph in place of the region's
-own. Formulas look at how a cotangent lies in memory (``grad.contiguous()``), so a graph that was traced for
-one layout is wrong for another.
+the traced kind, and in which layout; and for another layout, a graph that replaces the region's graph.
+Backward formulas read a cotangent's strides (``grad.contiguous()``), so a graph traced for one layout is
+wrong for another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Strides = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class ExpectedTangent:
-    """What a cotangent was traced as."""
+    """Metadata of a cotangent at trace time."""
 
     boundary: int
     wrapping: SubclassSpec
@@ -53,16 +53,16 @@ class ExpectedTangent:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is no wrapper subclass."""
+        """True if it is not a wrapper subclass."""
         return self.wrapping is PLAIN
 
     @property
     def is_static(self) -> bool:
-        """Whether it is a plain tensor without symbolic sizes."""
+        """True if it is a plain tensor without symbolic sizes."""
         return self.is_plain and not is_symbolic(self.parts[0])
 
     def fits(self, cotangent: torch.Tensor | None) -> bool:
-        """Whether a cotangent is of the kind that was traced, whatever its layout."""
+        """Whether a cotangent is of the traced kind, in any layout."""
         if cotangent is None:
             return self.is_static
         return fits(self.wrapping, cotangent) and all(
@@ -70,7 +70,7 @@ class ExpectedTangent:
         )
 
     def layout(self, cotangent: torch.Tensor | None) -> Strides | None:
-        """Strides of a cotangent that is laid out otherwise than traced; of a subclass, of its parts."""
+        """The strides of a cotangent, or of a subclass's parts; None if they are those of the trace."""
         if cotangent is None:
             return None
         if self.is_plain:
@@ -79,7 +79,7 @@ class ExpectedTangent:
         return found if any(found) else None
 
     def laid_out(self, cotangent: torch.Tensor | None) -> Sequence[Any]:
-        """The plain tensors of a cotangent in the layout that was traced; zeros if it is undefined."""
+        """The plain tensors of a cotangent, in the traced layout; zeros if it is undefined."""
         if cotangent is None:
             like = self.parts[0]
             zeros = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
@@ -95,12 +95,12 @@ def _laid_out(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
 
 
 def _is_ordinary(value: torch.Tensor, fake: torch.Tensor) -> bool:
-    """Whether it is a tensor with elements of its own, such as are traced."""
+    """Whether it is a strided tensor of the traced dtype, with its elements in memory."""
     return value.layout is torch.strided and value.dtype is fake.dtype and not is_not_in_memory(value)
 
 
 def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
-    """The strides of `value`, if they are not those of `fake`."""
+    """The strides of `value`; None if they are those of `fake`."""
     strides = value.stride()
     if 0 in value.shape or (not is_symbolic(fake) and strides == fake.stride()):
         return None
@@ -109,7 +109,7 @@ def _strides(value: torch.Tensor, fake: torch.Tensor) -> Strides | None:
 
 
 def _dense_strides(shape: Sequence[int], fake: torch.Tensor) -> list[int]:
-    """Strides for `shape` with dimensions in the order of those of `fake`, which is dense."""
+    """Dense strides for `shape`, in the dimension order of `fake`, which is dense."""
     hints = [hint_of(stride) for stride in fake.stride()]
     order = sorted(range(len(shape)), key=lambda dim: (math.inf if hints[dim] is None else hints[dim], -dim))
     strides, count = [0] * len(shape), 1
@@ -125,7 +125,8 @@ def traced_for(
     layouts: Mapping[int, Strides],
     autocast: Autocast,
 ) -> fx.GraphModule | None:
-    """The backward of region `number` for cotangents with these strides, by boundary, under `autocast`."""
+    """The backward of region `number` under `autocast`, for cotangents with these strides (by boundary). None
+    if it cannot be traced for them."""
     state, before = partition.joint.state, guard_count(partition.joint.state.fake_mode)
     try:
         options = replace(partition.joint.options, layouts=layouts, autocast=autocast)
@@ -133,7 +134,7 @@ def traced_for(
     except RetrogradError:
         return None
     if guard_count(state.fake_mode) != before or not _is_alike(partition.joint, joint, number):
-        return None  # a guard that nobody would check, or another program
+        return None  # a guard that nobody would check, or a different program
     return _cut_out(partition, joint, number)
 
 
@@ -158,17 +159,18 @@ def _cut_out(partition: Partition, joint: JointValues, number: int) -> fx.GraphM
     wanted = gradients_of(joint, number)
     inside = needed_between(given, wanted)
     if any(node.op == "placeholder" or (has_effect(node) and not is_backward(node)) for node in inside):
-        return None  # it reads what was not saved, or would draw numbers anew
+        return None  # it reads a value that was not saved, or would draw new random numbers
     effects = [n for n in graph.nodes if is_backward(n) and n.meta["region"] == number and has_effect(n)]
     return finished_backward(extract(joint.gm, given, wanted, f"backward_{number}", also=effects))
 
 
 def _of_forward(joint: JointValues, tokens: dict[Hashable, int]) -> dict[int, fx.Node]:
-    """The values that depend on no cotangent, by a number that those of two joint graphs share which compute
-    the same. Their names may differ: for another cotangent, other calls stand between them.
+    """The values that depend on no cotangent, by a number that is equal in two joint graphs if the values are
+    computed alike. We cannot match by name: another cotangent may put other calls in between.
 
     Args:
-        joint: the graph. tokens: the numbers given so far, for both graphs.
+        joint: the graph.
+        tokens: the numbers assigned so far, for both graphs.
     """
     reaching = cotangents_reaching(joint.gm.graph, joint.signature)
     found, places, counts = dict[int, fx.Node](), dict[fx.Node, bytes](), Counter[Hashable]()

@@ -1,7 +1,7 @@
-"""A region that runs as eager runs it.
+"""Computes a region's gradients by re-running the call in eager mode.
 
-In: what a call was given, and cotangents of any kind. Out: gradients for the region's destinations. The
-function is run again, then its autograd nodes by hand. Under ``create_graph`` the gradients have a history
+In: a call's replay record, and cotangents of any kind. Out: gradients for the region's destinations. We run
+the function again, then its autograd nodes one by one. Under ``create_graph`` the gradients have a history
 that leads to the inputs and cotangents of the call.
 """
 
@@ -43,35 +43,35 @@ from retrograd.trace import ClosureTensors, checkpoints_inlined, python_forms
 
 
 class StandIn(torch.autograd.Function):
-    """A tensor of another one's size and history, with memory of its own."""
+    """A tensor with another tensor's size and autograd history, but with its own memory."""
 
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-        """Make it; with strides of 0, it has the memory of one element."""
+        """Create the tensor. With strides of 0 it occupies one element."""
         ctx.set_materialize_grads(False)
         return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Hand the gradient on."""
+        """Pass the gradient through."""
         return grad, None
 
 
-#: given a tensor and strides, a `StandIn` for it.
+#: takes a tensor and strides; returns a `StandIn` for the tensor.
 stand_in = entry_of(StandIn)
 
 
 class ReplayRecord(NamedTuple):
-    """What is needed to run a call again.
+    """What we need to run a call again.
 
     Attributes:
         sources: the flat inputs.
-        primals: the primals made of them.
-        versions: of each primal; None of what tracks none, and of what may have changed.
+        primals: the primals made from them.
+        versions: the version counter of each primal. None if it has none, or if the primal may have changed.
         generators: states of the random number generators before the call.
-        changed: numbers of the primals that the call changes; `primals` has copies, as they were, unless it
-            does not matter what is in them.
-        released: by the number of a primal, the strides that it had; `primals` has only its history.
+        changed: indices of the primals that the call mutates. `primals` holds copies from before the call,
+            unless their elements do not matter.
+        released: the strides of each primal that we dropped, by its index. `primals` holds only its history.
     """
 
     sources: Sequence[Any]
@@ -82,12 +82,12 @@ class ReplayRecord(NamedTuple):
     released: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
-#: gives the nodes of a second run, which is given zeros for some primals, what they would have saved.
+#: overwrites what the nodes of a re-run saved, if the re-run received zeros for some primals.
 RestoringSaved = Callable[[LiveGraph, Sequence[Any]], None]
 
 
 def why_not_rerun(joint: JointValues, number: int, call: ReplayRecord) -> RuntimeError | None:
-    """Why region `number` of a call cannot be run again: the error that `rerun_region` raises at once."""
+    """Why region `number` of a call cannot be re-run: the error that `rerun_region` would raise, or None."""
     at = {n: version for n, version in enumerate(call.versions) if version is not None}
     changed = {n: version for n, version in at.items() if call.primals[n]._version != version}
     read = primals_read(joint, gradients_of(joint, number)) if changed else set()
@@ -104,15 +104,15 @@ def rerun_region(
     cotangents: Mapping[int | Edge, Any],
     wanted: Collection[Destination] | None = None,
 ) -> list[Any]:
-    """Gradients of region `number`, whose node has the context `ctx`, for all its destinations or those
-    `wanted`. These are given where a backward may not enter a reentrant checkpoint, which raises then if it
-    is on the way to one of them.
+    """Gradients of region `number`, whose node has the context `ctx`.
 
-    `restore_saved` gets the autograd graph of the second run, and the primals that it was given.
+    Returns gradients for all destinations of the region, or for those in `wanted`. Pass `wanted` if the
+    running backward must not enter a reentrant checkpoint: if a checkpoint leads to one of them, this raises
+    as eager does. `restore_saved` is called with the autograd graph and the primals of the re-run.
 
     Raises:
-        CaptureError: the function took another way than at capture.
-        RuntimeError: an input was changed in place since the call, in eager's words.
+        CaptureError: the function took another path than at capture.
+        RuntimeError: an input was changed in place since the call; the message is eager's.
     """
     call = ctx.replay_record
     if (error := why_not_rerun(joint, number, call)) is not None:
@@ -128,7 +128,7 @@ def rerun_region(
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
     has_functions = any(region.has_functions for region in joint.signature.regions)
-    if walk is not None and differentiable and not has_functions:  # zeros would arrive at these
+    if walk is not None and differentiable and not has_functions:  # a custom Function would receive zeros
         meet(ctx, walk)
 
     def run(walk: RegionInterpreter) -> dict[Destination, Any]:
@@ -138,7 +138,7 @@ def rerun_region(
     found = {} if walk is None else outside_of_graph_task(partial(run, walk), differentiable)
     del outputs
     destinations = joint.signature.regions[number].destinations
-    if not inlined and walk is not None:  # no gradient of what a checkpoint reads besides its arguments
+    if not inlined and walk is not None:  # a checkpoint gives no gradient to tensors that it closes over
         found = dict.fromkeys(destinations) | found
     made = _as_divided(found, destinations, joint.state.name)
     return [made[there] for there in destinations]
@@ -152,10 +152,10 @@ def _second_run(
     differentiable: bool,
     inlined: bool,
 ) -> tuple[RegionInterpreter | None, list[Any]]:
-    """The backward of region `number` of the call, made again; None if its regions begin or end elsewhere
-    than those of the trace. And the outputs, which own its autograd nodes.
+    """Run the function again, and return the backward of region `number`, with the function's outputs.
 
-    Reentrant checkpoints are part of the graph if they are `inlined`.
+    The backward is None if the re-run's regions begin or end in other places than the trace's. The outputs
+    own the autograd nodes. Reentrant checkpoints become part of the graph if `inlined` is set.
     """
     primals = dict(enumerate(call.primals))
     with torch.enable_grad():
@@ -168,13 +168,13 @@ def _second_run(
         for n, strides in call.released.items():
             entries[n] = stand_in(primals[n], strides)
             entries[n].detach().zero_()
-        for n in entries:  # autocast casts a leaf once for all its uses, as in the trace
+        for n in entries:  # as in the trace, autocast casts a leaf once for all its uses
             if joint.primals[n].is_leaf and not differentiable:
                 entries[n] = replayed[n].detach().requires_grad_()
             elif joint.primals[n].is_leaf and n not in call.changed:
                 entries[n] = primals[n]
         for n, entry in entries.items():
-            entry._is_param = isinstance(primals[n], nn.Parameter)  # modules ask, and wrap what is none
+            entry._is_param = isinstance(primals[n], nn.Parameter)  # modules check it, and wrap other tensors
         given = {n: replayed[n] for n in call.changed}
         given |= {n: enter_as(joint.entered_as, joint.primals[n], entry) for n, entry in entries.items()}
         outputs = _replayed(joint, call, given, inlined)
@@ -182,7 +182,7 @@ def _second_run(
     ends = {edge_of(entry)[0]: number for number, entry in entries.items()}
     graph = graph_below(visible, ends, idle_nodes(visible, ends))
     known = {i: ends[node.handle] for i, node in enumerate(graph.nodes) if node.handle in ends}
-    # At capture these ends were nodes that accumulate, and the graph must be divided in the same way now.
+    # At capture these ends were AccumulateGrad nodes. The graph must be divided in the same way now.
     nodes = [replace(n, sequence=ACCUMULATES) if i in known else n for i, n in enumerate(graph.nodes)]
     graph = replace(graph, nodes=tuple(nodes))
     leaves = [n for n, primal in enumerate(joint.primals) if primal.differentiable and primal.is_leaf]
@@ -196,7 +196,7 @@ def _second_run(
 
 
 def _is_divided_alike(structure: Structure, signature: JointSignature) -> bool:
-    """Whether a second run has the regions of the trace; it may have fewer contributions, or more of them."""
+    """Whether a re-run has the regions of the trace. Its number of contributions may differ."""
     pairs = zip(structure.regions, signature.regions, strict=False)
     return len(structure.regions) == len(signature.regions) and all(
         now.roots == then.roots and _ends(now.destinations) <= _ends(then.destinations) for now, then in pairs
@@ -210,11 +210,13 @@ def _ends(destinations: Sequence[Destination]) -> set[Destination]:
 def _as_divided(
     found: Mapping[Destination, Any], destinations: Sequence[Destination], name: str
 ) -> dict[Destination, Any]:
-    """The gradients for the destinations that were captured. Where a run has other contributions than the
-    trace, as of casts that autocast does not share, they are added up here.
+    """The gradients for the destinations that were captured.
+
+    A re-run may have more contributions than the trace, for example if autocast does not share a cast. We add
+    those contributions up here.
 
     Raises:
-        CaptureError: the run has none for what the trace had some for.
+        CaptureError: the re-run has no contribution where the trace had some.
     """
     if found.keys() == set(destinations):
         return dict(found)
@@ -236,8 +238,8 @@ def _as_divided(
 
 
 def _replayed(joint: JointValues, call: ReplayRecord, given: Mapping[int, Any], inlined: bool) -> list[Any]:
-    """The flat outputs of the function, run with the primals in `given`, which stand for what it finds by
-    itself too."""
+    """The function's flat outputs. It runs with the primals in `given`, which also replace the tensors that
+    it closes over."""
     leaves = list(call.sources[: len(joint.state.leaves)])
     for number, entry in given.items():
         primal = joint.primals[number]
@@ -253,7 +255,7 @@ def _replayed(joint: JointValues, call: ReplayRecord, given: Mapping[int, Any], 
     found = {id(joint.primals[number].found): entry for number, entry in given.items()}
     called = joint.state.call
     shown = called.shown(call.sources[: len(leaves)]) if isinstance(called, FlatCall) else {}
-    for place, real in shown.items():  # as in the capture
+    for place, real in shown.items():  # same as in the capture
         found[id(real)], leaves[place] = leaves[place], real
     with (
         joint.state.thread_modes.restored(),
@@ -265,13 +267,13 @@ def _replayed(joint: JointValues, call: ReplayRecord, given: Mapping[int, Any], 
 
 
 def _moved(view: torch.Tensor, base: Any, to: torch.Tensor) -> torch.Tensor:
-    """What `view` is of `base`, of another base that is laid out alike."""
+    """The same view as `view` is of `base`, but of `to`, which has the layout of `base`."""
     offset = view.storage_offset() - base.storage_offset() + to.storage_offset()
     return to if view is base else to.as_strided(view.shape, view.stride(), offset)
 
 
 def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]) -> list[tuple[Any, int]]:
-    """The edges of the visible boundaries, in their order: of `outputs`, and of what was changed in place."""
+    """The edges of the visible boundaries, in order: from `outputs`, and from tensors changed in place."""
     tensors = {u.value: given[u.primal] for u in joint.updates if u.value is not None and u.primal in given}
     for plan, output in zip(joint.outputs, outputs, strict=True):
         if isinstance(plan, ComputedOutput):
@@ -279,7 +281,7 @@ def _values(joint: JointValues, outputs: Sequence[Any], given: Mapping[int, Any]
         elif isinstance(plan, AliasOf):
             if plan.value is not None:
                 known = tensors.get(plan.value)
-                if known is None or not known.requires_grad:  # a view without history has no base with one
+                if known is None or not known.requires_grad:  # if the view has no history, its base has none
                     tensors[plan.value] = output if output._base is None else output._base
             if plan.made is not None:
                 tensors[plan.made] = output

@@ -1,8 +1,8 @@
-"""Inputs that a graph writes by itself, in one call after the other.
+"""Handles inputs that a graph mutates itself.
 
-In: the primals of a call. Out: version counters that move as they do in eager; the inputs as they were, if
-the graph raises the first time that it runs, when somebody else can still compute it. Until then, copies are
-kept.
+In: the primals of a call. Out: version counters that move as in eager. Until the graph has run once without
+an error, we copy these inputs before each call. If the graph raises, we restore them, and eager can still
+compute the result.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from retrograd.engine import versions_of
 from retrograd.graph.joint_graph import Partition
 from retrograd.runtime.tensor import set_versions
 
-#: what a call is about to write: each tensor, its version, and a copy while the graph is not proven.
+#: what a call is about to write: each tensor, its version, and a copy until the graph has run once.
 Before = Sequence[tuple[torch.Tensor, int | None, torch.Tensor | None]]
 
 
 class WrittenAhead:
-    """The inputs that the graph of `partition` writes."""
+    """The inputs that the graph of `partition` mutates."""
 
     def __init__(self, partition: Partition) -> None:
         updates = [one for one in partition.joint.updates if one.primal in partition.written_ahead]
@@ -37,12 +37,12 @@ class WrittenAhead:
         return list(zip(tensors, versions_of(tensors), copies, strict=True))
 
     def after(self, before: Before) -> None:
-        """Call this when it has run: eager's changes are counted."""
+        """Call this after the graph has run. Advances the version counters as eager would."""
         self._is_proven = True
         _count(before, self._changes)
 
     def undo(self, before: Before) -> bool:
-        """Call this when it has raised. Returns whether all is as it was."""
+        """Call this if the graph raised. Returns whether the inputs were restored."""
         if any(copy is None for _, _, copy in before):
             return False
         with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Give one half of a partition to a backend.
+"""Lowers one graph of a partition.
 
-In: a functional ATen graph whose placeholders have example values. Out: a boxed callable, in parts at first
-if that is quicker to compile; `LateCode` if compiling takes longer than the user wants to wait.
+In: a functional ATen graph whose placeholders have example values. Out: a boxed callable. It may start as
+separately compiled parts if they compile faster. It is a `LateCode` if compiling takes longer than the user
+wants to wait.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ def lower(
     half: GraphKind,
     config: Config,
 ) -> Boxed:
-    """Compile `graph`, after the decompositions that the backend asks for unless `capture` applied them.
-    Repeated structure is compiled once, where `config` says so and the backend takes parts of graphs."""
+    """Compile `graph`.
+
+    We first apply the backend's decompositions, unless `capture` did. Repeated structure is compiled once, if
+    `config` allows it and the backend takes parts of graphs.
+    """
     table = backend.decompositions()
     if table and not state.decompositions:
         inputs = graph.summary.inputs
@@ -50,7 +54,7 @@ def lower(
     def compile_graph() -> Boxed:
         known, numbers = graph.known_as if graph.division else None, itertools.count()
         found: Division = graph.division or _divided(backend, graph, half, config)
-        graph.division = None  # which holds the graphs of parts
+        graph.division = None  # it holds the graphs of the parts
         how = backend.for_parts_of(graph, half) if found.steps else backend
 
         def compile_part(part: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
@@ -73,8 +77,8 @@ def lower(
 def begin_in_processes(
     backend: Backend, graph: LazyGraph, state: CaptureState, half: GraphKind, config: Config
 ) -> None:
-    """Have other processes begin with the graphs that `lower` will have the backend compile, unless
-    decompositions come before, or the graph is cut first, between recordings."""
+    """Have other processes start on the graphs that `lower` will compile. Does nothing if decompositions
+    must be applied first, or if CUDA graphs will cut the graph."""
     if backend.decompositions() and not state.decompositions:
         return
     if config.cudagraphs and unrecordable_calls(graph.gm.graph):
@@ -88,8 +92,9 @@ def begin_in_processes(
 
 
 def _tiering_up(parts: Boxed, backend: Backend, graph: LazyGraph, half: GraphKind, config: Config) -> Boxed:
-    """`parts`, and later the whole of `graph`, if another process compiles it under the settings of now. What
-    is recorded does not change, and nobody waits who has chosen not to."""
+    """Code that runs `parts`, and later the whole of `graph` once another process has compiled it under the
+    current settings. Returns `parts` itself if `config` or the backend rules that out: recorded code must not
+    change, and a user may choose not to wait."""
     if config.whole_after is None or config.cudagraphs or config.patience is not None:
         return parts
     settings = backend.process_settings()
@@ -123,12 +128,12 @@ def _divided(backend: Backend, graph: LazyGraph, half: GraphKind, config: Config
 
 
 class LateCode:
-    """Code that is being compiled on another thread.
+    """Code that another thread is compiling.
 
     Args:
-        later: becomes the code.
-        guards: how many guards the sizes of the graph have by now. Code that adds guards when nobody installs
-            them any more is not used.
+        pending: becomes the code.
+        guards: counts the guards on the graph's sizes. If compiling adds guards, it is too late to install
+            them, and we do not use the code.
     """
 
     def __init__(self, pending: PendingCode, guards: Callable[[], int]) -> None:
@@ -136,11 +141,11 @@ class LateCode:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be called, if only to say why it cannot run."""
+        """Whether it may be called. The call may raise the error of the compilation."""
         return self._pending.done() and self._guards() == self._guards_then
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run it."""
+        """Run the code."""
         return self._pending.result()(args)
 
 
@@ -150,7 +155,7 @@ def is_ready(code: Boxed) -> bool:
 
 
 def still_compiling(name: str) -> Reason:
-    """Why something runs as eager runs it meanwhile."""
+    """The reason why `name` runs in eager mode while it is being compiled."""
     return Reason(
         "compile-timeout",
         f"{name} takes longer to compile than compile_timeout allows; it is compiled in the background",

@@ -1,11 +1,12 @@
-"""Give one half of a partition to a backend; record its code as CUDA graphs if the user wants that.
+"""Lowers one graph of a partition, and records its code as CUDA graphs if the user wants that.
 
-In: as in `lower_half`, and what is known of the half's inputs and results. Out: a boxed callable.
+In: the arguments of `lower_half`, including what we know about the graph's inputs and results. Out: a boxed
+callable.
 
-What cannot be recorded would keep a whole graph from it: an operator that works on the host, or waits for
-the device. So the graph is cut there. Each stretch between two cuts is compiled and recorded for itself;
-stretches that are equal, as those of layers are, share code. That a custom operator waits for the device
-shows when it is recorded: then the graph is cut and compiled once more.
+Some calls cannot be recorded: an operator that works on the host or waits for the device. One of them would
+prevent the recording of the whole graph, so we cut the graph there. We compile and record each stretch
+between two cuts separately; equal stretches, such as layers, share code. Only the recording shows that a
+custom operator waits for the device: we then cut the graph and compile it once more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from retrograd.runtime.modes import are_modes_plain
 
 
 class InStretches:
-    """Code of which stretches are recorded."""
+    """Code whose stretches are recorded."""
 
     def __init__(self, run: Boxed) -> None:
         self._run = run
@@ -43,14 +44,14 @@ class InStretches:
 
 
 def may_replay(code: Boxed | None) -> bool:
-    """Whether the code, or stretches of it, may be replayed."""
+    """Whether the code, or a stretch of it, may be replayed."""
     return isinstance(code, (GraphedFunction, InStretches))
 
 
 def lower_half(
     backend: Backend, graph: LazyGraph, state: CaptureState, half: GraphKind, config: Config, values: Values
 ) -> Boxed:
-    """As `lower`; with CUDA graphs, what it gives is replayed where that is safe."""
+    """Like `lower`. With CUDA graphs, the code is replayed when that is safe."""
     if not config.cudagraphs:
         return lower(backend, graph, state, half, config)
 
@@ -63,10 +64,10 @@ def lower_half(
     if not is_ready(code):
         return code
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def instead(results: Sequence[Any]) -> Boxed | None:
-        """Code in stretches. Its results lie as those of the code in one piece: backwards are compiled for
-        that."""
+        """Code in stretches. Its results have the strides of the uncut code, because the backward was
+        compiled for them."""
         if not are_modes_plain() or (cut := _cut(graph, half)) is None:
             return None
         with torch.inference_mode(False):
@@ -76,7 +77,7 @@ def lower_half(
 
 
 def _cut(graph: LazyGraph, half: GraphKind) -> _Cut | None:
-    """The graph cut at what cannot be recorded; None if nothing is, or if hardly anything else is there."""
+    """The graph, cut at calls that cannot be recorded. None if there are none, or if too little is left."""
     reasons = unrecordable_calls(graph.gm.graph)
     if not reasons:
         return None
@@ -90,27 +91,28 @@ def _cut(graph: LazyGraph, half: GraphKind) -> _Cut | None:
 
 
 def _is_worth_it(graph: fx.Graph) -> bool:
-    """Whether it can be recorded, and starts more than a kernel."""
+    """Whether the graph can be recorded and starts more than one kernel."""
     calls = [node for node in graph.nodes if node.op == "call_function" and not aliased_inputs(node)]
     return len(calls) >= FEWEST_RECORDED and not unrecordable_calls(graph)
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A graph in parts.
+    """A graph cut into stretches.
 
     Attributes:
-        is_recorded: by key of a part, whether it is.
+        division: the stretches and their steps.
+        is_recorded: by a stretch's key, whether it is recorded.
     """
 
     division: Division
     is_recorded: Mapping[Hashable, bool]
 
     def code(self, compile_stretch: CompilePart, values: Values) -> Boxed:
-        """Code of each part, recorded for each place in which it stands."""
+        """Code for the graph. Equal stretches share code; each use is recorded separately."""
         division = self.division
         codes = {key: compile_stretch(*graph) for key, graph in division.graphs.items()}
-        #: of values that recordings give, how memory knows them.
+        #: values that recordings produce, with their names in `Values.results`.
         known = {division.names[place]: name for place, name in values.results.items()}
         loose = {division.names[place] for place in values.loose}
         kept = {division.results[place]: name for place, name in values.kept.items()}

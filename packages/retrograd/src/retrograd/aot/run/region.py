@@ -1,10 +1,10 @@
-"""The backward of one region at run time.
+"""Runs the backward of one region.
 
-In: the context of a `RegionNode` and cotangents. Out: a gradient for each of the region's destinations.
-Compiled code runs if it was made for cotangents like these. For other layouts the region is traced again, a
-few times. Everything else runs as eager would run it, also where compiled code raises and eager does not.
-Where it cannot, because an input has changed that eager does not need, cotangents are laid out as traced for
-compiled code, and resolved if they are lazily conjugated or negated.
+In: the context of a `RegionNode`, and cotangents. Out: a gradient for each of the region's destinations.
+Compiled code runs if it was made for cotangents like these. For a few other layouts we trace the region
+again. For everything else we re-run the call in eager mode. If compiled code raises, we interpret its graph
+or re-run the call. If the call cannot be re-run, because an input changed that eager does not need, we copy
+the cotangents into the traced layout, and resolve lazy conjugates and negations.
 """
 
 from __future__ import annotations
@@ -49,20 +49,22 @@ from retrograd.runtime.subclass import PLAIN, SubclassSpec, built
 from retrograd.runtime.tensor import graph_is_kept, resolved
 from retrograd.trace import InputGuard, know_values, laid_out_like
 
-#: how many layouts of cotangents code is made for; with others the region runs as eager.
+#: we compile code for this many layouts of the cotangents; with more, the region runs in eager mode.
 MOST_LAYOUTS = 4
-#: layouts, one entry for each root.
+#: one layout for each root.
 Layouts = tuple[Strides | None, ...]
 
 
 @dataclass(eq=False)
 class _Code:
-    """Code for one layout of the cotangents, under one kind of autocast.
+    """Code for one layout of the cotangents, under one state of autocast.
 
     Attributes:
-        graph: what it is made of.
-        run: the code. has_run: whether it ever has, without an error. failures: how often it has raised.
-        guard: says at once of cotangents whether the code takes them as they are.
+        graph: the graph from which the code is made.
+        run: the code; None until it is compiled.
+        has_run: whether it ever ran without an error.
+        failures: how often it raised.
+        guard: a fast check that the code takes these cotangents unchanged.
     """
 
     graph: LazyGraph
@@ -73,10 +75,11 @@ class _Code:
 
 
 class RegionCode:
-    """Code for the backward of region `number`, compiled when it is first needed; recorded in `memory`.
+    """The backward code of region `number`. Compiled when first needed; its recordings use `memory`.
 
     Attributes:
-        reruns, why_rerun: how often the call was run again instead, as eager runs it, and why it was last.
+        reruns: how often we re-ran the call in eager mode instead.
+        why_rerun: the reason for the last re-run.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class RegionCode:
         self._has_functions, self._reenters = region.has_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
-        #: whether what is saved is kept as attributes of a context are: eager's nodes free nothing either.
+        #: True if saved values are held like plain attributes of a context: eager's nodes free nothing.
         self.frees_nothing = not (region.saves or self._backward.checked or config.cudagraphs)
         self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
@@ -119,16 +122,16 @@ class RegionCode:
         self._last: _Code | None = None
 
     def compile_ahead(self) -> None:
-        """Compile now, for the layouts that tracing predicted."""
+        """Compile now, for the layouts that the trace predicted."""
         self._codes[(), self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
 
     def begin_in_processes(self) -> None:
-        """Have other processes begin with this code, for the layouts that tracing predicted."""
+        """Have other processes start on this code, for the layouts that the trace predicted."""
         graph = self._graph
         begin_in_processes(self._backend, graph, self._partition.joint.state, _half_of(graph), self._config)
 
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Gradients for the destinations."""
+        """Gradients for the region's destinations."""
         inside = ctx.meeting.arrived() if ctx.meeting else {}
         by_nodes = inside or torch.is_grad_enabled() or torch.is_anomaly_enabled()
         last = self._last
@@ -137,7 +140,7 @@ class RegionCode:
         are_undefined = not inside and all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors if self._saves else ()  # what saves nothing may run as often as one likes
+        saved = ctx.saved_tensors if self._saves else ()  # a region that saves nothing may run repeatedly
         if by_nodes or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents, inside)
         autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
@@ -165,16 +168,16 @@ class RegionCode:
         return self._run(code.run, args)
 
     def can_be_rerun(self, ctx: Any) -> bool:
-        """Whether the call whose region has this context can be run again."""
+        """Whether the call that this context belongs to can be re-run."""
         joint = self._partition.joint
         return ctx.replay_record is not None and why_not_rerun(joint, self.number, ctx.replay_record) is None
 
     def _is_barred(self) -> bool:
-        """Whether the backward that is running may not enter reentrant checkpoints, and there are some."""
+        """Whether the region has reentrant checkpoints that the running backward must not enter."""
         return self._reenters and not checkpoint_is_valid()
 
     def _guard(self, code: _Code, cotangents: Sequence[Any]) -> None:
-        """Have cotangents like these taken at once, if `code` does; one that has just failed is made anew."""
+        """Let later calls with such cotangents skip the checks. A guard that just failed is replaced."""
         if any(c is None for c in cotangents):
             return
         if self._config.cudagraphs and not may_replay(code.run):
@@ -184,8 +187,8 @@ class RegionCode:
         self._last = code
 
     def _once_more(self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Gradients by code that has taken such cotangents before, where neither autocast nor a mode is on:
-        guards look at that too."""
+        """Gradients by code whose guard has accepted the cotangents. The guard also checks that autocast and
+        modes are off."""
         args = self._kept(ctx.saved_tensors if self._saves else (), ctx.numbers)
         args += cotangents
         self._give_up(ctx)
@@ -193,11 +196,11 @@ class RegionCode:
         return self._results(code.run(args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
-        """For each cotangent that is laid out otherwise than traced, its strides."""
+        """The strides of each cotangent; None if it has the traced layout."""
         return tuple([e.layout(c) for c, e in zip(cotangents, self._expected, strict=True)])
 
     def _code_for(self, autocast: Autocast, layouts: Layouts) -> _Code | None:
-        """Code for these; None if there is no graph for them."""
+        """Code for this autocast and these layouts; None if we have no graph for them."""
         key = autocast, layouts
         if key not in self._codes:
             graph: LazyGraph | None = self._graph
@@ -209,19 +212,19 @@ class RegionCode:
             self._codes[key] = None if graph is None else _Code(graph)
         return self._codes[key]
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _retraced(self, layouts: dict[int, Any], autocast: Autocast) -> LazyGraph | None:
-        """The graph for cotangents of other layouts, by boundary; None if only eager has their gradients."""
+        """A graph for other layouts, given by boundary; None if only eager can compute the gradients."""
         joint, expected = self._partition.joint, dict(zip(self.roots, self._expected, strict=True))
         if not all(expected[root].is_plain for root in layouts):
             return None
         is_static = all(expected[root].is_static for root in layouts)
         is_static = is_static and not (autocast and joint.state.is_symbolic)
         if (
-            getattr(joint, "reports", ())  # passes have changed the graph since it was traced
-            or redraws(self._graph.gm.graph)  # from states that are in no other trace
-            or are_all_modules_hooked()  # a trace would call modules, and with them these hooks
-            or not (is_static or self.follows_layout)  # new code may add guards, which nobody would check
+            getattr(joint, "reports", ())  # passes have changed the graph since the trace
+            or redraws(self._graph.gm.graph)  # it draws from generator states that no other trace has
+            or are_all_modules_hooked()  # a trace would call modules, and thus these hooks
+            or not (is_static or self.follows_layout)  # new code may add guards that nobody would check
         ):
             return None if autocast else self._graph
         if not is_static and any(map(any, layouts.values())):
@@ -257,8 +260,8 @@ class RegionCode:
     def _first_run(
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
-        """Gradients by code that has not run yet. Where it raises, its graph is interpreted; where that
-        raises as well, the region runs as eager; if all of them do, it is the program's error."""
+        """Gradients by code that has not run yet. If the code raises, we interpret its graph; if that raises
+        too, we re-run the call in eager mode. If this raises as well, the error is the program's."""
         given, generators = [*args], generator_states(self._graph.summary.random_devices)
         name = self._partition.joint.state.name
         try:
@@ -290,9 +293,9 @@ class RegionCode:
     def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
         return self._run(EagerBackend().compile(gm, ()), args)
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _lowered(self, graph: LazyGraph, args: Sequence[Any] | None) -> Boxed:
-        """Code for inputs laid out as in `args`: saved values may have other strides than in the trace,
+        """Code for inputs with the layouts of `args`. Strides of saved values may differ from the trace,
         because the forward's backend chose them."""
         traced = graph.summary.inputs
         examples: Sequence[Any] = traced
@@ -307,7 +310,7 @@ class RegionCode:
             return lower_half(self._backend, graph, state, half, self._config, values)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
-        """Gradients by code, which holds the casts of the autocast that is on."""
+        """Run the code with autocast off: its graph already contains autocast's casts."""
         with autocast_off():
             return self._results(code(args))
 
@@ -318,12 +321,13 @@ class RegionCode:
         return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
 
     def _give_up(self, ctx: Any) -> None:
-        """Let go of what the region saved, unless its graph is kept; what saves nothing can run again."""
+        """Release what the region saved, unless the graph is retained. A region that saves nothing can run
+        repeatedly."""
         if self._saves and not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
             ctx.replay_record = None
 
-    @torch.compiler.disable  # Dynamo would trace it, where a compiled function runs a backward
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _as_eager(
         self,
         ctx: Any,

@@ -1,8 +1,8 @@
-"""The values of one call: where they stand, and what is made of them at the end.
+"""The values of one call: their indices, and the epilogue that turns them into outputs.
 
-In: a partition. Out: `FrameLayout`: places in the call's one list of values, its *frame*; pickers, functions
-that take values out of it by places which are decided before the first call; and `Epilogue`, which changes
-inputs as the function changes them, and gives the function's flat outputs.
+In: a partition. Out: `FrameLayout`, the indices in the call's one list of values, its *frame*; pickers,
+functions that take values from a frame at indices decided before the first call; and `Epilogue`, which
+mutates inputs as the function does and returns the function's flat outputs.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """Where in a frame each kind of value begins. First come the primals.
+    """Where each kind of value begins in a frame. Primals come first.
 
     Attributes:
-        is_plain: whether there are no wrapper subclasses; then primals are their own parts.
-        is_apart: whether values stand apart from the graph's results: if there are wrapper subclasses, or if
-            values are written into primals, which they are from then on.
-        parts: what the graph is given.
-        results: what it gives.
-        values: forward values of the joint graph; they get their history during the call.
-        end: behind all of them.
-        plain_values: by place among the results, the value that it is.
+        is_plain: True if there are no wrapper subclasses. Primals are then their own parts.
+        is_separate: True if values are stored separately from the graph's results. This is so if there are
+            wrapper subclasses, or if values are written into primals and replaced by them.
+        parts: the graph's inputs.
+        results: the graph's results.
+        values: forward values of the joint graph. They get their history during the call.
+        end: one past the last value.
+        plain_values: by index among the results, the value that the result is.
     """
 
     is_plain: bool
@@ -63,7 +63,7 @@ class FrameLayout:
 
     @staticmethod
     def of(partition: Partition) -> FrameLayout:
-        """The layout of calls of `partition`."""
+        """The layout for calls of `partition`."""
         joint = partition.joint
         is_plain = all(primal.wrapping is PLAIN for primal in joint.primals) and all(
             value.wrapping is PLAIN for value in joint.values
@@ -83,8 +83,8 @@ class FrameLayout:
         return FrameLayout(is_plain, is_separate, parts, results, values, end, plain)
 
     def place_of(self, saved: Saved) -> int:
-        """Where a saved value stands. One that eager saves too is saved as it is now: perhaps written into a
-        primal, with its history."""
+        """The index of a saved value. If eager saves it too, we save its current state: it may have been
+        written into a primal, and have its history."""
         if saved.kind is SavedKind.PRIMAL:
             return self.parts + saved.place
         if saved.by_eager and saved.place in self.plain_values:
@@ -92,8 +92,8 @@ class FrameLayout:
         return self.results + saved.place
 
     def wrapper_of(self, saved: Saved, joint: JointValues) -> tuple[int, ...]:
-        """Where the wrapper subclass stands of which a value that eager saves is a part: it counts changes
-        in place; its parts do not."""
+        """The index of the wrapper subclass whose part is saved, if eager saves it too. The wrapper counts
+        in-place changes; its parts do not."""
         if self.is_plain or not saved.by_eager or saved.kind is SavedKind.INTERMEDIATE:
             return ()
         if saved.kind is SavedKind.PRIMAL:
@@ -104,7 +104,7 @@ class FrameLayout:
 
 
 def picker(places: Sequence[int]) -> Picker:
-    """A function that takes the values at `places` out of a frame."""
+    """A function that takes the values at `places` from a frame."""
     if not places:
         return lambda frame: ()
     if len(places) == 1:
@@ -114,7 +114,7 @@ def picker(places: Sequence[int]) -> Picker:
 
 
 def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
-    """What ``tree_unflatten`` does for `spec`, without walking one tensor, or a flat tuple or list."""
+    """A ``tree_unflatten`` for `spec`. It does not walk the tree of one tensor, or a flat tuple or list."""
     if spec.is_leaf():
         return lambda values: values[0]
     if spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
@@ -124,11 +124,11 @@ def rebuilder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
 
 
 class Epilogue:
-    """What is left to do after the graph of `joint` has run: `write` values into inputs as soon as they have
-    their history, then give the outputs.
+    """What a call does after the graph of `joint` has run: `write` values into inputs once they have their
+    history, then return the outputs.
 
-    Works on the frame of a call, in which values begin at `first` and primals at 0. The graph has written the
-    primals `written` itself.
+    Works on the call's frame, in which primals begin at 0 and values at `first`. The graph has already
+    written the primals in `written`.
     """
 
     def __init__(self, joint: JointValues, first: int, written: Collection[int] = ()) -> None:
@@ -152,10 +152,10 @@ class Epilogue:
         copies = [u.value is not None and u.view is None and not primals[u.primal].wrapping.cls for u in left]
         self._at_once = list(compress(left, copies))
         self._one_by_one = list(compress(left, map(not_, copies)))
-        #: places of values that are primals from then on, and of these.
+        #: indices of values that the primals replace, and of these primals.
         self._rebound = [(first + u.value, u.primal) for u in unseen if u.value is not None]
         grouped = by_dtype([joint.primals[u.primal].fake for u in self._at_once])
-        #: places that are written by one call, and of what is written there.
+        #: for each batched copy, the indices of its targets and of its sources.
         self._grouped = [
             (
                 picker([self._at_once[i].primal for i in group]),
@@ -165,7 +165,7 @@ class Epilogue:
         ]
         self._uncounted = [(u.primal, u.uncounted) for u in self._at_once if u.uncounted]
         updated = {update.value for update in joint.updates}
-        #: of fresh values that eager changes in place: their places, and how often.
+        #: fresh values that eager changes in place: their indices, and how often.
         self._changed_fresh = [
             (first + i, value.version)
             for i, value in enumerate(joint.values)
@@ -174,7 +174,7 @@ class Epilogue:
         self.begins = bool(joint.updates or self._changed_fresh)
 
     def __call__(self, sources: Sequence[Any], frame: list[Any]) -> Sequence[Any]:
-        """The outputs."""
+        """The flat outputs."""
         for value in self._new_leaves:
             frame[value].requires_grad_()
         if self._computed is not None:
@@ -183,8 +183,8 @@ class Epilogue:
         return outputs if len(outputs) == len(self._places) else [outputs[i] for i in self._places]
 
     def begin(self, frame: list[Any]) -> None:
-        """Make all changes that autograd does not see. From then on, the written values are the primals
-        themselves. Fresh values say how often eager has changed them."""
+        """Make all changes that autograd does not see. The primals then replace the written values in the
+        frame. Version counters of fresh values are set to eager's."""
         if self._changed_fresh:
             set_versions([frame[i] for i, _ in self._changed_fresh], [n for _, n in self._changed_fresh])
         if self._at_once:
@@ -205,7 +205,7 @@ class Epilogue:
         return value in self._written
 
     def write(self, value: int, frame: list[Any]) -> None:
-        """Make the change that writes `value`, which has its history now."""
+        """Write `value`, which has its history now, into its primals."""
         for update in self._written[value]:
             self._apply(update, frame)
             frame[self._first + value] = frame[update.primal]
@@ -240,7 +240,7 @@ class Epilogue:
                 return self.viewed(view, frame[self._first + value], frame)
 
     def viewed(self, view: View, base: torch.Tensor, frame: Sequence[Any]) -> torch.Tensor:
-        """The view of a real tensor that the function made of the traced one."""
+        """The view of `base` that the function made of the traced tensor."""
         seen = base if view.differentiable or not base.requires_grad else base.detach()
         make = partial(self._strided, view, seen, frame)
         made = make() if view.origin is None else with_view_origin(make, view.origin)
@@ -256,7 +256,7 @@ class Epilogue:
         return base.as_strided(size, stride, base.storage_offset() + offset)
 
     def _geometry(self, view: View, frame: Sequence[Any]) -> tuple[list[int], list[int], int]:
-        """Sizes, strides and offset in this call."""
+        """The view's sizes, strides and offset in this call."""
         size, stride = ([self._number(n, frame) for n in numbers] for numbers in (view.size, view.stride))
         return size, stride, self._number(view.offset, frame)
 

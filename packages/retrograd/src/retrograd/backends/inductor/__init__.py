@@ -1,4 +1,4 @@
-"""The door to Inductor and torch's partitioners.
+"""The single entry point to Inductor and torch's partitioners.
 
 In: graphs, and the state of torch in this process. Out: code, keys of Inductor's cache, what to save.
 """

@@ -1,11 +1,11 @@
-"""Inputs of Inductor's code that begin elsewhere in memory than it relies on.
+"""Copies inputs whose memory is not aligned as Inductor's code assumes.
 
-In: compiled code, and which inputs must begin at a multiple of 16 bytes. Out: a boxed callable that gives it
-copies of those that do not.
+In: compiled code, and which inputs must be aligned to 16 bytes. Out: a boxed callable that passes copies of
+unaligned inputs.
 
-Inductor's own check is a loop in Python as well, of four times as many instructions. In stock it spares
-parameters, whose ``data`` a user may set to a slice. A graph of ours has all parameters among its inputs, and
-is called in parts, each with inputs of its own.
+Inductor's own check is also a Python loop, with four times as many instructions. Stock skips it for
+parameters, although a user may set their ``data`` to a slice. Our graphs have all parameters among their
+inputs, and run in parts, each with its own inputs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 
 def aligned(compiled: Any, places: Sequence[int]) -> Run:
-    """`compiled`, an `OutputCode` that takes its inputs as one list, with the inputs at `places` aligned.
+    """Run `compiled`, an `OutputCode` that takes its inputs as one list, with the inputs at `places` aligned.
 
-    What Inductor does around its code serves the first call, and the profiler.
+    The first call, and calls under the profiler, go through the code that Inductor wraps around it.
     """
     address_of = torch.Tensor.data_ptr
-    # Of one place, an ``itemgetter`` gives no tuple.
+    # With a single index, an ``itemgetter`` does not return a tuple.
     given = operator.itemgetter(*places, places[0]) if places else tuple
     has_run = False
 
@@ -47,7 +47,7 @@ def aligned(compiled: Any, places: Sequence[int]) -> Run:
 
 
 def _run_on_copies(compiled: Any, places: Sequence[int], args: list[Any]) -> Sequence[Any]:
-    """Run it on copies of inputs that are not aligned; what it writes into them is copied back."""
+    """Run the code on copies of unaligned inputs. If it writes to them, the copies are copied back."""
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 

@@ -1,9 +1,9 @@
-"""Inductor, called below AOTAutograd.
+"""Calls Inductor below AOTAutograd.
 
-In: an ATen graph. Out: a boxed callable. Inductor itself is imported when it is used: that takes a second.
-The passes that stock runs before it partitions a joint graph run as the first of those on the graph that is
-lowered. So a graph that is found in Inductor's cache on disk is not searched for patterns, and these are not
-even loaded.
+In: an ATen graph. Out: a boxed callable. We import Inductor only when it is used, because that takes a
+second. Stock runs its joint passes before it partitions a joint graph. We run them as the first passes on
+each graph that is lowered. So if Inductor's cache on disk has the code, no graph is searched for patterns,
+and the patterns are not even loaded.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from retrograd.trace.layouts import laid_out_like_real
 
 
 def get_ready() -> None:
-    """Have Inductor begin what it would wait for when it compiles.
+    """Have Inductor start what it would otherwise wait for when it compiles.
 
-    In a process that has used a GPU, it starts the processes that compile for it, as the stock backend does
-    before it traces: until they run, kernels are compiled here, one after the other. Without a GPU, it finds
-    out what the processor can do.
+    In a process that has used a GPU, Inductor starts its compile workers. The stock backend does so before it
+    traces. Until the workers run, this process compiles kernels itself, one at a time. Without a GPU,
+    Inductor probes the processor.
     """
     folder_in_use()
     if torch.cuda.is_initialized():
@@ -66,18 +66,19 @@ def start_workers() -> None:
 
 @functools.cache
 def _probe_processor() -> threading.Thread | None:
-    """Where there is no GPU, a thread that finds out which vector instructions there are. Inductor remembers
-    it. It compiles and loads a program for each kind, which takes seconds; most of one if it has them."""
+    """If there is no GPU, a thread that probes which vector instructions the processor has. Inductor caches
+    the answer. The probe compiles and loads a program for each kind; that takes seconds, most of them where
+    the processor has that kind."""
     if torch.cuda.is_available():
         return None
-    # What the probe imports, and another thread may import at the same time in another order.
+    # We import what the probe imports: another thread could import it at the same time in another order.
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa
     from torch.utils import _filelock
 
     del codecache, cpp_builder, _filelock
 
     def probe() -> None:
-        with suppress(Exception):  # Inductor will ask again, and raise it where the user sees it
+        with suppress(Exception):  # Inductor will probe again, and raise the error where the user sees it
             sweep()
             cpu_vec_isa.valid_vec_isa_list()
 
@@ -95,18 +96,18 @@ def compile_graph(
     is_inference: bool = False,
     known_as: str | None = None,
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile `gm` (functional, decomposed, returning a tuple), which stays as it is.
+    """Compile `gm` (functional, decomposed, returning a tuple). `gm` is not changed.
 
     Args:
         gm: the graph.
         example_inputs: fakes of its inputs.
-        visible: how many outputs, from the first, must have the strides that they were traced with. Others,
-            as saved values are, may get strides that are quicker to make.
+        visible: how many of the first outputs must have their traced strides. Other outputs, such as saved
+            values, may get strides that are faster to produce.
         is_backward, is_inference: as ``compile_fx_inner`` takes them.
-        known_as: the name of `gm` on disk, which says all about it and its inputs, if it has one.
+        known_as: the graph's cache key on disk, which determines it and its inputs; None if it has none.
 
-    Inputs on a GPU are called static (``static_input_idxs``), as stock calls parameters: Inductor then relies
-    on the alignment of their memory, and looks at it no more. That is left to `aligned`, which is quicker.
+    We declare inputs on a GPU static (``static_input_idxs``), as stock does with parameters. Inductor then
+    assumes that their memory is aligned, and does not check it. `aligned` checks it instead, faster.
     """
     from torch._inductor.compile_fx import compile_fx_inner, get_input_idxs_to_check
     from torch._inductor.virtualized import V
@@ -153,7 +154,7 @@ def _prepared(gm: fx.GraphModule, visible: int | None) -> fx.GraphModule:
     gm = fx.GraphModule(gm, copied(gm.graph))
     output = gm.graph.output_node()
     for write in list(filter(is_write_to_input, gm.graph.nodes)):
-        output.prepend(write)  # Inductor's passes look for them there
+        output.prepend(write)  # Inductor's passes expect them there
     if visible is not None:
         seen = enumerate(output_values(gm.graph)[:visible])
         output.meta["user_visible_output_idxs"] = [i for i, one in seen if isinstance(one, fx.Node)]
@@ -164,11 +165,11 @@ _FUSES = "OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr"
 
 
 def _one_row_at_a_time(may_fuse: Callable[..., bool], node: Any, kernels: Sequence[Any], depth: int) -> bool:
-    """Whether Inductor's C++ may fuse the `depth` outer loops of `kernels`.
+    """Whether Inductor's C++ backend may fuse the `depth` outer loops of `kernels`.
 
-    Between fused kernels it has a buffer for one row. Where one of them reads a transposed tensor, it takes
-    several rows at a time, which all write into that buffer: the values of rows are mixed. Since torch 2.15
-    it does not fuse them (https://github.com/pytorch/pytorch/pull/185855).
+    Fused kernels pass values through a buffer for one row. If one of them reads a transposed tensor, it
+    processes several rows at a time. All of them use that buffer, which mixes up their values. Since 2.15,
+    torch does not fuse such kernels (https://github.com/pytorch/pytorch/pull/185855).
     """
     steps = [loop.steps for kernel in kernels for loop in kernel.loop_nest.loops[:depth]]
     return all(step == 1 for step in steps) and may_fuse(node, kernels, depth)
@@ -180,11 +181,12 @@ _TILES = "TilingSelect._select_tiling_indices"
 def _in_one_direction(
     select: Callable[..., list[int]], chooser: Any, functions: Any, sizes: Sequence[Any], factor: int
 ) -> list[int]:
-    """Along which loops Inductor's C++ takes `factor` elements at a time: one, if there is a reduction, and
-    the number of elements beside it is no multiple of that.
+    """The loops that Inductor's C++ backend vectorises by `factor` elements. We allow only one loop if there
+    is a reduction and the number of elements in the other loops is not a multiple of `factor`.
 
-    Along two it stores whole vectors at the end of a row, though fewer elements are left: they land in the
-    next row, or behind the memory of the tensor (https://github.com/pytorch/pytorch/issues/196681).
+    If it vectorises two loops, it stores whole vectors at the end of a row, even if fewer elements are left.
+    These overwrite the next row, or the memory after the tensor
+    (https://github.com/pytorch/pytorch/issues/196681).
     """
     indices = select(chooser, functions, sizes, factor)
     rows, reduced = max(sizes, key=lambda one: len(one[1]))
@@ -193,8 +195,8 @@ def _in_one_direction(
 
 
 def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """What Inductor knows of a kernel that it calls: first what that gives. Generated code asserts that the
-    result lies so, and torch's fake kernels of some operators are wrong there."""
+    """What Inductor knows about a kernel call, with corrected metadata of the result. Generated code asserts
+    the result's layout, and the fake kernels of some operators predict a wrong one."""
     from torch._inductor.ir import IRNode, ir_node_to_tensor
 
     fake, tensors, *others = process(kernel, *args, **kwargs)
@@ -206,8 +208,8 @@ def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwar
 
 
 def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
-    """Whether Inductor, given the whole of `graph`, chooses the memory format of its convolutions. It does
-    not where they are few. Another format is another kernel of cuDNN, perhaps one that rounds to TF32."""
+    """Whether Inductor would choose the memory format of convolutions for the whole of `graph`. It does not
+    if there are few. Another format means another cuDNN kernel, perhaps one that rounds to TF32."""
     if str(torch.ops.aten.convolution.default) not in graph.summary.targets:
         return True
     note = Note(graph.known_as, "chooses layouts", is_inference)
@@ -221,9 +223,9 @@ def chooses_layouts(graph: LazyGraph, is_inference: bool) -> bool:
 
 @contextmanager
 def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Inside, a mode of static sizes has a shape environment too.
+    """Give a fake mode with static sizes a shape environment inside the block.
 
-    Inductor looks a graph up in its cache on disk only if the mode has one, to keep its guards with the code.
+    Inductor uses its cache on disk only if the mode has one: it stores that one's guards with the code.
     """
     if fake_mode is None or fake_mode.shape_env is not None:
         yield
@@ -236,10 +238,10 @@ def _with_shape_env(fake_mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 class _JointPasses(CustomGraphPass):
-    """The joint passes, what they and Inductor leave to be done, then the pass that the user has set here.
+    """Runs the joint passes, our repairs after them, and then the user's pass for this hook.
 
-    Later passes read from example values which nodes share memory. Stock computes all of them again between
-    the joint passes and these; what those leave behind on the way here is computed again as well.
+    Later passes use example values to find which nodes share memory. Stock recomputes all example values
+    between the joint passes and the later ones. We recompute those that the joint passes leave stale.
     """
 
     def __init__(self, then: Any) -> None:
@@ -259,7 +261,7 @@ class _JointPasses(CustomGraphPass):
             args, kwargs, value = held.get(node, (None, None, None))
             if node.args is not args or node.kwargs is not kwargs:
                 stale.add(node)
-            if value is not None:  # they give it the value of what it stands in for, in other memory
+            if value is not None:  # a pass may copy it from the replaced node, which lives in other memory
                 node.meta["val"] = value
         examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         if stale:
@@ -270,12 +272,12 @@ class _JointPasses(CustomGraphPass):
             each(graph)
 
     def uuid(self) -> Any | None:
-        """Tells Inductor's cache what runs here; None (nothing is cached) if the user's pass cannot."""
+        """The cache key of these passes. None, which disables the cache, if the user's pass has no key."""
         theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._then]
         return None if None in theirs else ("retrograd-joint-passes-9", torch.__version__, *map(repr, theirs))
 
 
 def with_joint_passes() -> AbstractContextManager[Any]:
-    """Inside, Inductor runs the joint passes on every graph that it lowers and does not find in its cache."""
+    """Inside, Inductor runs the joint passes on each graph that it lowers, unless its cache has the code."""
     before: CustomGraphPassType = config.post_grad_custom_pre_pass
     return config.patch(post_grad_custom_pre_pass=_JointPasses(before))

@@ -1,8 +1,8 @@
-"""Files of Inductor's cache that are damaged: found when they are loaded, removed, and made again.
+"""Finds and removes damaged files of Inductor's cache, so that they are made again.
 
-In: an exception while Inductor compiles, or loads what it compiled before. Out: whether files that it tells
-of were removed, so that the same call makes them again. A process that is killed while a linker writes, or a
-full disk, leaves files that are cut off: their names say that they are whole.
+In: an exception while Inductor compiles, or loads code from its cache. Out: whether files that the exception
+names were removed, so that repeating the call makes them again. If a process is killed while a linker writes,
+or the disk is full, a truncated file remains under the name of a complete one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from retrograd.runtime.cache_folder import folder_in_use
 
 _log = AOT_LOGS["cache"]
 
-#: how Inductor names files of code: a hash, in folders by two letters of it.
+#: Inductor names code files by a hash, in folders named by two of its letters.
 _STEM = re.compile(r"\bc[a-z2-7]{51}\b")
-#: of an ELF file of 64 bits: where the table of sections begins, the size of its rows, and their number.
+#: in a 64-bit ELF file: the offset of the section table, the size of its entries, and their number.
 _SECTIONS, _HEADER = struct.Struct("<40xQ10xHH2x"), 64
 
 
 def removed(error: BaseException) -> bool:
-    """Remove the files of code that `error` tells of, in its texts and in the lines it comes from. Triton's
-    errors name no file: if one of them comes from a file that is cut off, all of Triton's such files go."""
+    """Remove the code files that `error` names in its message or its traceback. Triton's errors name no file;
+    if one is in the chain, we remove every kernel of Triton's that has a truncated file."""
     texts = list(_texts(error))
     stems = {stem for text in texts for stem in _STEM.findall(text)}
     files = [file for stem in stems for file in Path(folder_in_use(), stem[1:3]).glob(f"{stem}*")]
@@ -43,13 +43,13 @@ def removed(error: BaseException) -> bool:
     if files:
         from torch._inductor.codecache import PyCodeCache
 
-        PyCodeCache.cache_clear()  # it holds what such a file gave
+        PyCodeCache.cache_clear()  # it holds modules that were loaded from such files
         counters["damaged_files"] += len(files)
     return bool(files)
 
 
 def _cut_off_kernels() -> Iterator[Path]:
-    """All files of each kernel of Triton's of which a file is cut off, except where others write now."""
+    """All files of each Triton kernel that has a truncated file. Skips folders that are being written."""
     for file in Path(os.environ.get("TRITON_CACHE_DIR") or Path(folder_in_use(), "triton")).rglob("*.*"):
         if file.is_file() and not file.parent.name.startswith("tmp.") and _is_cut_off_of_kernel(file):
             yield from file.parent.iterdir()
@@ -71,7 +71,7 @@ def _texts(error: BaseException) -> Iterator[str]:
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what caused it."""
+    """`error` and its causes."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         yield error
@@ -80,8 +80,8 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def sweep() -> None:
-    """Remove libraries that are cut off, unless a process writes them now. One may end the process that loads
-    it. By others Inductor tries what the processor can do: that they do not load is an answer."""
+    """Remove truncated libraries, unless a process is writing them. Loading one may crash the process. Also,
+    Inductor probes the processor with such libraries, and takes a failure to load as the answer."""
     from torch._inductor.codecache import get_lock_dir
     from torch.utils._filelock import FileLock
 
@@ -94,11 +94,11 @@ def sweep() -> None:
 
 
 def is_cut_off(file: Path) -> bool:
-    """Whether the end is missing from a library, where linkers write the table of its sections."""
+    """Whether a library is truncated: linkers write the section table at its end."""
     with file.open("rb") as data:
         header = data.read(_HEADER)
     if not header.startswith(b"\x7fELF\x02\x01") or len(header) < _HEADER:
-        is_elf = header.startswith(b"\x7fELF") and len(header) == _HEADER  # of another machine
+        is_elf = header.startswith(b"\x7fELF") and len(header) == _HEADER  # for another machine
         return not header or (sys.platform == "linux" and not is_elf)
     start, size, count = _SECTIONS.unpack(header)
     return bool(file.stat().st_size < start + size * count)

@@ -1,7 +1,7 @@
-"""The decompositions that Inductor expects to have been applied before it is given a graph.
+"""The decompositions that Inductor expects to be applied before it gets a graph.
 
-In: torch's table of them. Out: the same, with forms of ours for operators whose decomposition, or whose
-lowering without one, gives something else than eager's kernel.
+In: torch's table. Out: the same table, with our own entries for operators whose decomposition, or whose
+lowering without one, differs from eager's kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from retrograd.facts import answers
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By operator, what it is taken apart by."""
-    # Some decompositions read ``torch._inductor.lowering``, which nothing may have imported yet.
+    """The decompositions, by operator."""
+    # Some decompositions read ``torch._inductor.lowering``, which may not have been imported yet.
     from torch._inductor import lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
@@ -35,7 +35,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 @functools.cache
 def call_whole_operators() -> None:
-    """Have Inductor call the operators that must not be taken apart, and for which it generates no code."""
+    """Have Inductor call the operators that must not be decomposed and that it has no lowering for."""
     from torch._inductor.lowering import lowerings, make_fallback
 
     for operator in answers("whole"):
@@ -44,19 +44,19 @@ def call_whole_operators() -> None:
 
 
 def _as_it_is(*args: Any, **kwargs: Any) -> Any:
-    """Not taken apart."""
+    """Do not decompose."""
     return NotImplemented
 
 
 def _ldexp(value: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """As eager: the powers lie one behind the other, whatever the layout of the exponents."""
+    """As in eager, the powers are contiguous, whatever the layout of the exponents."""
     return ldexp(value, exponent.contiguous())
 
 
 def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """On a CPU, as the mask of a dropout: Inductor's own lowering draws in place, and a kernel that reads the
-    numbers may run before they are drawn, fused with others. On other devices a dropout draws other numbers:
-    there it is the decomposition `given`, if there is one."""
+    """On a CPU, decompose into the mask of a dropout. Inductor's lowering draws in place, and a fused kernel
+    may read the numbers before they are drawn. On other devices a dropout draws other numbers, so we use the
+    decomposition `given`, if there is one."""
     if generator is not None:
         return NotImplemented
     if value.device.type != "cpu":
@@ -76,8 +76,9 @@ def _avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Any:
-    """Windows that `ceil_mode` lets stand beyond the padding are divided by as many elements as lie in it.
-    Inductor's lowering divides by the size of the kernel (https://github.com/pytorch/pytorch/issues/198119).
+    """In `ceil_mode`, a window may reach beyond the padding. Eager divides it by the number of elements
+    inside the padding. Inductor's lowering divides by the kernel size
+    (https://github.com/pytorch/pytorch/issues/198119).
     """
     rest = value, kernel_size, stride, padding, ceil_mode, count_include_pad
     if not (ceil_mode and count_include_pad and divisor_override is None):

@@ -1,9 +1,8 @@
-"""Inductor's cache on disk: whether it may be read, and what its code depends on.
+"""Inductor's cache on disk: whether we may read it, and what its code depends on.
 
-In: the state of torch in this process. Out: the folder of the cache, and a key that is the same in two
-processes exactly if Inductor would take code from one for the other; or a `Refusal` if nothing is kept on
-disk here. The cache holds pickles, and reading a pickle runs what it says: whoever can write to its folder
-can run code in this process.
+In: the state of torch in this process. Out: the cache's folder, and a key. Two processes have the same key
+exactly if Inductor would use one's code in the other. A `Refusal` if the cache is off. The cache holds
+pickles, and loading a pickle executes code: whoever can write to the folder can run code in this process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from retrograd.runtime.cache_folder import folder_in_use
 
 
 def is_cache_trusted() -> bool:
-    """Whether Inductor's folder is safe to read; if not, that is said once."""
+    """Whether Inductor's folder is safe to read. If not, we warn once."""
     folder = folder_in_use()
     why = why_not_trusted(folder)
     if why is not None:
@@ -49,7 +48,7 @@ def _say_untrusted(folder: str, why: str) -> None:
 
 
 def why_not_trusted(folder: str) -> str | None:
-    """Why nothing that is pickled should be read from `folder`; None if it is this user's own (or root's)."""
+    """Why no pickle should be read from `folder`; None if it belongs to this user (or root) alone."""
     if not hasattr(os, "geteuid"):
         return None
     try:
@@ -63,7 +62,7 @@ def why_not_trusted(folder: str) -> str | None:
     return None
 
 
-#: what a trace depends on and Inductor's key does not say.
+#: switches that a trace depends on, and that Inductor's key does not include.
 _SWITCHES: tuple[Any, ...] = (
     torch.is_inference_mode_enabled,
     torch.is_anomaly_enabled,
@@ -81,7 +80,7 @@ def cache_folder() -> str:
     """The folder of Inductor's cache.
 
     Raises:
-        Refusal: nothing is kept on disk, or others may write there.
+        Refusal: the cache is off, or others may write to the folder.
     """
     if config.force_disable_caches or not config.fx_graph_cache:
         raise Refusal("cache-off", "Inductor keeps nothing on disk")
@@ -92,16 +91,16 @@ def cache_folder() -> str:
 
 
 # Inductor makes its keys by pickling. By default, pickle names a memory format by the first module that has
-# an attribute ``torch``: the name depends on what the process has imported.
+# an attribute ``torch``. That name depends on what the process has imported.
 copyreg.pickle(torch.memory_format, lambda memory_format: str(memory_format).removeprefix("torch."))
 
-#: how the name of a file ends that is being written.
+#: the suffix of a file that is being written.
 UNFINISHED = ".tmp"
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `file` at the end; if something raises, `file` stays as it is."""
+    """A new file that replaces `file` at the end. If the block raises, `file` is unchanged."""
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
     try:
         with os.fdopen(handle, "w+b") as to:
@@ -113,12 +112,12 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def environment() -> list[Any]:
-    """All that code depends on besides its graph: releases, hardware, settings of Inductor and of torch's
-    partitioners, switches of torch, names of operators' implementations in Python.
+    """All that code depends on besides its graph: versions, hardware, settings of Inductor and of torch's
+    partitioners, switches of torch, and the names of operators with a Python implementation.
 
     Raises:
-        Refusal: a mode or a hook of the user's is on, which cannot be named.
-        Exception: whatever Inductor says against keeping something.
+        Refusal: a dispatch mode or a hook of the user is on, which we cannot put into a key.
+        Exception: Inductor refuses to make a key.
     """
     from torch._inductor.codecache import FxGraphCachePickler, FxGraphHashDetails
 
@@ -127,7 +126,7 @@ def environment() -> list[Any]:
     nothing: Any = fx.Graph()
     nothing.output(())
     gm, options = fx.GraphModule({}, nothing), dict[str, Any]()
-    # As `compiled_fx_graph_hash` does, without its lines for the log: these take most of the time.
+    # Like `compiled_fx_graph_hash`, but without its log lines, which take most of the time.
     key = FxGraphCachePickler(gm).get_hash(FxGraphHashDetails(gm, [], options, []))
     settings = functorch_config.save_config_portable(ignore_private_configs=False)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -1,6 +1,6 @@
-"""Where there is no C++ compiler.
+"""Explains errors that come from a missing C++ compiler.
 
-In: an exception while Inductor compiles. Out: if it comes from having no C++ compiler, one that says so.
+In: an exception while Inductor compiles. Out: if it comes from a missing C++ compiler, an error that says so.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from retrograd.errors import NoCompilerError
 
 
 def refuse_without_compiler(error: BaseException) -> None:
-    """If `error` comes from having no C++ compiler, raise what says so.
+    """If `error` comes from a missing C++ compiler, raise an error that says so.
 
     Raises:
-        NoCompilerError: there is none.
+        NoCompilerError: there is no C++ compiler.
     """
     from torch._inductor.exc import InvalidCxxCompiler
 

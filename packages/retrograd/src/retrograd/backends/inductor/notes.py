@@ -1,11 +1,11 @@
-"""Notes on disk of what Inductor answered an earlier process about a graph.
+"""Caches on disk what Inductor answered an earlier process about a graph.
 
-In: the name that a graph has, which says all about it and its inputs; what else an answer depends on. Out: a
-short text, or None if no process has noted it. If the text is Inductor's key of a graph, its code is found
-without that key: to make it, Inductor writes the graph as text three times.
+In: a graph's cache key on disk, which determines it and its inputs, and what else an answer depends on. Out:
+a short text, or None if no process has stored it. The text may be Inductor's key of the graph. We then load
+the code without computing that key, for which Inductor prints the graph three times.
 
-A note stands in a file of its own, beside Inductor's files. Its name is a hash of the graph's name, of what
-else the answer depends on, and of the `environment`.
+Each note is a file in the folder of Inductor's cache. Its name is a hash of the graph's key, of what else the
+answer depends on, and of the `environment`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from retrograd.backends.inductor.disk_cache import cache_folder, environment, re
 
 
 class Note:
-    """What is known of the graph `name`; `depends` is what else the answer depends on.
+    """What an earlier process stored about the graph `name`; `depends` is what else the answer depends on.
 
-    Nothing is read or written if it has no name, where nothing is kept on disk, and where a mode or a hook of
-    the user's is on.
+    Nothing is read or written if there is no name, if the cache is off, or if a mode or a hook of the user is
+    on.
     """
 
     def __init__(self, name: str | None, *depends: object) -> None:
         self._file: Path | None = None
-        with suppress(Exception):  # among them a `Refusal`
+        with suppress(Exception):  # including a `Refusal`
             if name is not None:
                 answer = repr([name, *depends, environment()])
                 stem = hashlib.sha256(answer.encode()).hexdigest()
                 self._file = Path(cache_folder(), "retrograd", stem[:2], f"{stem}.note")
 
     def read(self) -> str | None:
-        """The text that was noted."""
+        """The text that was stored; None if there is none."""
         with suppress(OSError, ValueError):
             if self._file is not None and (text := self._file.read_text("ascii")).isalnum():
                 return text
         return None
 
     def write(self, text: str | None) -> None:
-        """Note `text`: letters and digits. None is not noted."""
+        """Store `text`, which consists of letters and digits. None is not stored."""
         if text is None or self._file is None:
             return
         with suppress(OSError):
@@ -54,8 +54,8 @@ class Note:
 
 
 def code_of(key: str | None, example_inputs: Sequence[Any], is_backward: bool) -> Any:
-    """The code that Inductor keeps under `key`, as its cache for stock AOTAutograd takes it from there; None
-    if there is none."""
+    """The code that Inductor's cache has under `key`, loaded as stock AOTAutograd loads it; None if there is
+    none."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool

@@ -1,6 +1,6 @@
-"""Inductor's settings: their names, their values for a while, and all of them for another process.
+"""Inductor's settings: their names, temporary values, and their transfer to another process.
 
-In: the state of torch in this process. Out: settings and switches as data, which another process can take.
+In: the state of torch in this process. Out: settings and switches as data that another process can adopt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def patched(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
     return config.patch(dict(values)) if values else nullcontext()
 
 
-#: settings and switches of one process, for another one.
+#: settings and switches of one process, to send to another.
 Portable = dict[str, Any]
 
 
@@ -36,10 +36,10 @@ def portable_settings() -> Portable:
     """What compiled code depends on besides its graph, and what `take_settings` needs.
 
     Raises:
-        Exception: as `environment` and `cache_folder`.
+        Exception: the errors of `environment` and `cache_folder`.
     """
     *known, kernels = environment()
-    # torch registers rules of vmap when they are first needed; what is compiled is traced already
+    # torch registers vmap rules on first use; compiled graphs are already traced, so the rules do not matter
     kernels = [name for name in kernels if "/FuncTorch" not in name]
     return {
         "inductor": config.save_config_portable(ignore_private_configs=False),
@@ -52,9 +52,9 @@ def portable_settings() -> Portable:
 
 
 def take_settings(portable: Portable) -> None:
-    """Have the settings of the process from which they came, and what this one needs to compile."""
+    """Adopt the settings of another process, and prepare this one to compile."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = portable["folder"]
-    start_workers()  # before there is a context on a device, which they would inherit
+    start_workers()  # before this process has a device context, which they would inherit
     config.load_config(portable["inductor"])
     functorch_config.load_config(portable["functorch"])
     if torch.get_float32_matmul_precision() != portable["precision"]:
@@ -65,7 +65,7 @@ def take_settings(portable: Portable) -> None:
 
 
 def import_everything() -> None:
-    """Import what compiling needs, and compute what all keys contain, without the use of a device."""
+    """Import what compiling needs, and compute what all keys contain, without using a device."""
     from torch._inductor import compile_fx, lowering  # noqa: F401
     from torch._inductor.codecache import torch_key
 
@@ -73,5 +73,5 @@ def import_everything() -> None:
 
 
 def compile_threads() -> int:
-    """How many processes of its own Inductor compiles kernels with; 1: none."""
+    """How many worker processes Inductor compiles kernels with; 1 means none."""
     return config.compile_threads or 1

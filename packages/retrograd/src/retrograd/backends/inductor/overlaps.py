@@ -1,10 +1,11 @@
-"""Memory that Inductor must not write to in place.
+"""Prevents in-place writes by Inductor that give wrong results.
 
-It shows an element in several places, of which only one is meant. Or a view of it has been written to just
-before: code that fills by a mask then reads what was there before that.
+Such a write is wrong if the memory shows one element at several indices, of which only one should change. It
+is also wrong if a view of the memory was written just before: code that fills by a mask then reads the
+values from before that write.
 
-In: a graph behind Inductor's joint passes. Out: the same graph, with copies in memory of their own, and with
-calls in place of those that would be made in place.
+In: a graph after Inductor's joint passes. Out: the same graph, with copies, and with other calls in place of
+such fills.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 
 
 def part_overlaps(graph: fx.Graph) -> list[fx.Node]:
-    """Have nothing of that written in place. Returns the calls that are new, in their order."""
+    """Prevent such writes. Returns the new calls, in order."""
     new: list[fx.Node] = []
     for node in [one for one in graph.nodes if fact("reinplaced", one.target) == "index"]:
         given: Any = node.args[0]
@@ -35,7 +36,7 @@ def part_overlaps(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_fill(node: fx.Node) -> bool:
-    """Whether one element replaces those that a mask names."""
+    """Whether the call writes one element wherever a mask is true."""
     given: Any = node.args
     _, indices, value, *_ = given
     if node.kwargs or len(indices) != 1 or value.meta["val"].numel() != 1:
@@ -44,7 +45,7 @@ def _is_fill(node: fx.Node) -> bool:
 
 
 def _fill(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Replace a fill by a choice between two values for each element."""
+    """Replace a fill by ``aten.where``."""
     arguments: Any = node.args
     given, (mask,), value, *accumulates = arguments
     new = [graph.call_function(aten.reshape.default, (value, []))]

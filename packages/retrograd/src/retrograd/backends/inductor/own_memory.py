@@ -1,8 +1,8 @@
-"""Results in memory of their own.
+"""Keeps results from sharing memory that they do not share in eager.
 
-In: a graph before Inductor's joint passes, and behind them. They leave out what adds zeros or multiplies by
-ones: in its place stands what it was given, perhaps an input or another result. Out: the same graph, in which
-a result that has memory of its own in eager is a copy. Whoever gets it may change one and not the other.
+In: a graph before and after Inductor's joint passes. Those passes remove `x + 0` and `x * 1`, so a result may
+become an alias of an input or of another result. Out: the same graph, in which we copy such results. Their
+caller may change one tensor and not the other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Shown = list[set[fx.Node]]
 
 
 def memory_shown(graph: fx.Graph) -> Shown:
-    """For each result, the nodes whose memory it may show, itself among them."""
+    """For each result, the nodes whose memory it may alias, including itself."""
     results: Any = graph.output_node().args[0]
     return [{*reached([one], aliased_inputs)} if isinstance(one, fx.Node) else set() for one in results]
 
 
 def part_results(graph: fx.Graph, before: Shown) -> list[fx.Node]:
-    """Copy results that show an input, or what an earlier result shows, and did not `before`. Returns the
-    copies."""
+    """Copy results that alias an input, or memory of an earlier result, unless they did so `before`. Returns
+    the copies."""
     output, now, copies = graph.output_node(), memory_shown(graph), []
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     inputs = {*graph.find_nodes(op="placeholder")}

@@ -1,10 +1,10 @@
-"""What is left to do where Inductor pads matrix products.
+"""Completes Inductor's padding of matrix products.
 
-In: a graph behind Inductor's joint passes, which pad the operands of a product whose rows are not aligned,
-and give a slice of what the padded product gives. Out: the same graph, changed. A product that reads the same
-operand transposed, as that of a weight's gradient does, reads it padded too. And what the user gets has the
-strides that it was traced with: the copy is a call of the graph, so that it can be part of a kernel that
-reads the product anyway.
+In: a graph after Inductor's joint passes. If the rows of an operand are not aligned, those passes pad the
+operand, and slice the padded product. Out: the same graph, changed. If another product reads the same operand
+transposed, as for a weight's gradient, it reads the padded operand too. And we give visible results their
+traced strides again. We add the copy as a call in the graph, so that it can be fused with a kernel that reads
+the product anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def read_padded(graph: fx.Graph) -> None:
-    """Have each product of a transposed matrix read it padded, if another product does."""
+    """If a product reads a matrix padded, have the products of its transpose read it padded too."""
     for padded in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
         matrix: Any = padded.args[0]
         if _widens_rows(padded, matrix.meta["val"]):
@@ -32,7 +32,7 @@ def read_padded(graph: fx.Graph) -> None:
 
 
 def close_gaps(graph: fx.Graph) -> list[fx.Node]:
-    """Copy results that have other strides than they were traced with. Returns the copies."""
+    """Copy results that have gaps but were traced as contiguous. Returns the copies."""
     output, copies = graph.output_node(), []
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     strides = output.meta.get("original_output_strides", ())
@@ -59,14 +59,14 @@ def _products_of_transposed(matrix: fx.Node) -> Iterator[fx.Node]:
     for user in matrix.users:
         if user.target is aten.permute.default and list(user.args[1]) == [1, 0]:  # type: ignore[arg-type]
             for product in user.users:
-                # The user would get a gradient in memory that is larger than eager's.
+                # If it is a result, the user would get a gradient in a larger memory than eager's.
                 is_result = any(reader.op == "output" for reader in product.users)
                 if product.target is aten.mm.default and product.args[0] is user and not is_result:
                     yield product
 
 
 def behind(node: fx.Node) -> fx.Node:
-    """Where what only reads `node` may stand first."""
+    """The node after which we may insert calls that read only `node`."""
     return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
 
 
@@ -82,7 +82,7 @@ def _pad(product: fx.Node, padded: fx.Node, rows: int) -> None:
     graph.erase_node(product)
 
 
-#: entries of a node's metadata that say what its value is.
+#: entries of a node's metadata that describe its value.
 _OF_VALUES = ("val", "tensor_meta")
 
 

@@ -1,6 +1,6 @@
-"""What torch's partitioners choose to save.
+"""Asks torch's partitioners what to save.
 
-In: a joint graph and which of its placeholders are cotangents. Out: the names of the nodes that the backward
+In: a joint graph, and which of its placeholders are cotangents. Out: the names of the nodes that the backward
 reads.
 """
 
@@ -21,14 +21,14 @@ from retrograd.facts.patches import handled_here
 from retrograd.graph.fx import copied, lazily, lazy_graph_module
 from retrograd.graph.reach import reached
 
-#: what torch's partitioner gives a backward besides values of the joint graph: cotangents, and states of
-#: generators from which numbers are drawn again.
+#: prefixes of a backward's inputs that are not values of the joint graph: cotangents, and generator states
+#: for drawing the same random numbers again.
 _NO_VALUES = ("tangents_", "rng_state_output_", "bwd_rng_state_")
 
 
 def memory_budget(gm: fx.GraphModule) -> float:
-    """The share of what torch's minimum cut would save that the user lets it save: 1, or
-    ``torch._functorch.config.activation_memory_budget``, or what is said of a region of the program."""
+    """The share of what torch's minimum cut would save that may be saved. It is 1,
+    ``torch._functorch.config.activation_memory_budget``, or the budget set for a region of the program."""
     marks = (value for node in gm.graph.nodes for value in _budgets_of(node))
     return min(marks, default=functorch_config.activation_memory_budget)
 
@@ -46,14 +46,15 @@ def cut_by(
     forward_count: int,
     pinned: frozenset[str],
 ) -> list[str]:
-    """What `partitioner` (None: torch's minimum cut) saves.
+    """The names of what `partitioner` saves (None: torch's minimum cut).
 
     Args:
-        gm: the joint graph; stays as it is.
+        partitioner: a partitioner in torch's format.
+        gm: the joint graph; not changed.
         cotangents: names of placeholders.
         forward_count: how many outputs belong to the forward.
-        pinned: calls that must not be made again; if one gives several values, each is kept, whatever its
-            mark says.
+        pinned: calls that must not be recomputed. If one returns several values, all are saved, whatever its
+            policy says.
     """
     graph = copied(gm.graph)
     for node in graph.nodes:
@@ -63,7 +64,7 @@ def cut_by(
         if node.meta.get("is_backward"):
             node.meta["partitioner_tag"] = "is_backward"
     inputs = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    context = tracing(TracingContext(detect_fake_mode(inputs)))  # for states of generators
+    context = tracing(TracingContext(detect_fake_mode(inputs)))  # for generator states
     module = lazy_graph_module(gm, graph)
     with functorch_config.patch(cse=False), lazily(), context:
         if partitioner is None:
@@ -76,9 +77,10 @@ def cut_by(
 
 
 def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: int) -> Sequence[fx.Node]:
-    """What torch's minimum cut saves, of that what the backward reads.
+    """The nodes that torch's minimum cut saves and that the backward reads.
 
-    From what is chosen torch goes on to make two graphs, which takes as long again; ours are made elsewhere.
+    We stop torch after it has chosen. It would go on to build two graphs, which takes as long again, and we
+    build our own.
     """
 
     def stop(original: Any, joint: Any, values: Any, saved_sym_nodes: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ def _minimum_cut(module: fx.GraphModule, inputs: Sequence[Any], forward_count: i
 
 
 def _read_of(graph: fx.Graph, forward_count: int, saved: set[fx.Node]) -> list[fx.Node]:
-    """Those of `saved` that results behind the first `forward_count` are computed of."""
+    """The nodes of `saved` that the results after the first `forward_count` are computed from."""
     results: Any = graph.output_node().args[0]
     wanted = (node for node in results[forward_count:] if isinstance(node, fx.Node))
     seen = reached(wanted, lambda node: () if node in saved else node.all_input_nodes)
