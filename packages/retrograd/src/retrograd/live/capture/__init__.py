@@ -1,1 +1,2 @@
-"""Capture: one backward, as the engine walks it, becomes a `BackwardGraph`, which is cut into segments."""
+"""Capture: turns one backward, as the engine walks it, into a `BackwardGraph`, and cuts that into
+segments."""
