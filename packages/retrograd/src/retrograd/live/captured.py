@@ -122,8 +122,9 @@ class CapturedBackward:
 
 @without_torch_functions
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
-    """The engine does not hand over everything that eager uses. It leaves out the post-accumulate hooks of a
-    leaf that no longer requires grad, and its cache key does not contain the ``grad_dtype`` of a leaf.
+    """Refuse leaves about which the engine tells us too little. It does not hand over the post-accumulate
+    hooks of a leaf that no longer requires grad, and its cache key does not contain the ``grad_dtype`` of a
+    leaf.
 
     Raises:
         Refusal: there is such a leaf.
@@ -138,7 +139,7 @@ def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
 
 
 def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
-    """Return the whole gradient for a requested output of a compiled function that the function also uses
+    """Return the full gradient for a requested output of a compiled function that the function also uses
     itself, as eager does. ``autograd.grad`` in the engine returns only what arrives from outside."""
     if not graph.inlined or not backward.request.inputs:
         return

@@ -1,7 +1,7 @@
 """Finds the session that runs a backward.
 
-It is that of the innermost context of this thread, else the process-wide one, else that of the callable of
-``retrograd.compile`` whose outputs the backward starts from.
+A backward belongs to the session of the innermost context of its thread. If there is none, it belongs to the
+process-wide session, else to that of the ``retrograd.compile`` callable from which it comes.
 
 In: contexts that are entered and left, the process-wide setting, and the outputs of compiled callables. Out:
 `run_backward`, which handles calls at torch's gateway. Contexts live in a ``ContextVar``: each thread and

@@ -211,7 +211,7 @@ class Session:
         return grads
 
     def refuse(self, reason: Reason, error: Exception | None = None) -> None:
-        """In strict mode, raise.
+        """Reject a fallback in strict mode.
 
         Raises:
             CaptureError: in strict mode.

@@ -92,7 +92,7 @@ class FunctionContext:
     def saved_tensors(self) -> tuple[Any, ...]:
         """The saved tensors. Raises what eager raises if one was changed in place since the backward
         began."""
-        if self._saved is None:  # raises the error of torch
+        if self._saved is None:  # torch raises its own error
             return self._ctx.saved_tensors
         return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
 

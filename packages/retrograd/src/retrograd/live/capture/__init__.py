@@ -1,2 +1,1 @@
-"""Capture: turns one backward, as the engine walks it, into a `BackwardGraph`, and cuts that into
-segments."""
+"""Capture: turns one backward into a `BackwardGraph` as the engine walks it, and cuts it into segments."""

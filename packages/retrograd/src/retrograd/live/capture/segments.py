@@ -2,7 +2,7 @@
 
 In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`. A call
 whose numbers differ between captures becomes a separate, interpreted segment, so that all other segments stay
-equal. Then a third value of the number compiles nothing.
+equal. So after two captures, a third value of such a number compiles nothing.
 
 Hardly anything can observe an accumulation into ``.grad`` before the next opaque call, so it does not end a
 compiled segment. We delay it until the next opaque call, the end, or the end of the region that computes its

@@ -206,7 +206,7 @@ class _Inlining:
         aot: its graph.
         call: what the engine handed over for it, with the gradients before their hooks.
         given: values for the sizes, saved tensors and opaque objects of the graph, in this order.
-        hooks: for each output, the hooks on its gradient. They are called with the whole gradient, where it
+        hooks: for each output, the hooks on its gradient. They are called with the full gradient, where it
             is complete.
         calls: the backward that is being captured.
 

@@ -35,7 +35,7 @@ class UndefinedGrads:
         zeros: indices of the undefined tangents that must be zeros.
         filled: undefined values that other operations need as zeros.
         stands_for: maps a sum that lost its other operand to the node that it equals.
-        totals: for each tangent, the node at which the whole gradient of its output is complete.
+        totals: for each tangent, the node at which the full gradient of its output is complete.
         order: the nodes to compute, in eager's order.
         key: for each node, the sequence number of the forward operation in whose backward it runs. Nodes run
             in descending order of it.
@@ -147,7 +147,7 @@ class UndefinedGrads:
 
 
 def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Container[fx.Node]) -> fx.Node:
-    """The node of the whole gradient of an output: follow the sums that add what the graph itself sends to
+    """The node of the full gradient of an output: follow the sums that add what the graph itself sends to
     that output."""
     current = tangent
     while True:

@@ -198,7 +198,7 @@ class Lowerer:
         """Find code for these values, or lower the function now. None if the function is to be interpreted.
 
         Raises:
-            LoweringError: in strict mode, the function cannot be compiled.
+            LoweringError: the function cannot be compiled, in strict mode; or the compile stance forbids it.
         """
         try:
             modes = ThreadModes.now()

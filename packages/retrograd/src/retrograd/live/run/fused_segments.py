@@ -74,7 +74,7 @@ class _Fused:
 
     Args:
         join: joins the functions of all segments into one.
-        runners: of the segments.
+        runners: the runners of the segments.
         log: receives what is not recorded.
     """
 

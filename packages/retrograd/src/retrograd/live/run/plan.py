@@ -49,8 +49,8 @@ from retrograd.report import BackwardReport, PlanLog
 from retrograd.runtime.modes import KeptModes, UserCode
 from retrograd.runtime.profiler import profiling
 
-#: If a region has at least this many copies, we compile the segments that are not copies later, if they are
-#: small: at most one n-th of the backward, where n is this number.
+#: A segment that is not a copy of a region is compiled later if some region has at least this many copies,
+#: and the segment makes up at most one n-th of the backward, where n is this number.
 REGION_RULES = 6
 
 #: how often such a segment is interpreted first
