@@ -5,7 +5,7 @@ those that are made after the first context was created. Out: a Function with an
 backward itself must be differentiable (``create_graph=True``) and a context is active, it runs the function's
 torch-level graph again on the same inputs, and differentiates that, to any order. Otherwise nothing changes.
 
-We hold the inputs weakly, so that nothing lives longer. Stock's refusal remains if an input was freed or
+We hold the inputs weakly, so that nothing lives longer. Stock still raises its error if an input was freed or
 changed, or if the graph draws random numbers, changes its inputs or calls an ``autograd.Function``.
 """
 

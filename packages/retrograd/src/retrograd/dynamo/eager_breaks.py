@@ -216,7 +216,7 @@ def _errors(node: Any, tx: Any) -> list[Errors]:
         return [OF_VALUES]
     found: list[Errors | None] = []
     watch = Watch(lambda *call: found.append(errors_by_value(*call)))
-    with suppress(Exception):  # whoever traces it will report the error
+    with suppress(Exception):  # the trace itself will report the error
         args, kwargs = pytree.tree_map(sample, _given(node))
         with tx.fake_mode, torch.no_grad(), watch:
             called = getattr(args[0], name) if node.op == "call_method" else node.target
@@ -292,7 +292,8 @@ def sample(value: Any) -> Any:
 def differentiate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """Run the backward from `results` to the leaves `given`, if there is one, and drop the gradients.
 
-    Raises: whatever the backward raises.
+    Raises:
+        Exception: whatever the backward raises.
     """
     roots = [value for value in results if value.requires_grad]
     leaves = [value for value in given if value.requires_grad]

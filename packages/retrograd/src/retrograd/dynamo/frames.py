@@ -69,7 +69,7 @@ _OPTIMIZERS = torch.optim.__path__[0]
 
 
 class FrameWatch(Protocol):
-    """Decides, for a compiled callable, about the frames that Dynamo meets."""
+    """What a compiled callable decides about the frames that Dynamo meets."""
 
     def runs_as_it_is(self, code: CodeType) -> bool:
         """Whether Python runs this code and everything that it calls."""
@@ -81,8 +81,8 @@ class FrameWatch(Protocol):
         """Called if the conversion of this code has failed. Raises, or lets Python run the code."""
 
     def limited(self, code: CodeType) -> None:
-        """Called if the code has reached Dynamo's recompile limit. Raises, or lets Python run what needs new
-        code."""
+        """Called if the code has reached Dynamo's recompile limit. Raises, or lets Python run the calls that
+        would need new code."""
 
 
 class _Callback:
@@ -256,8 +256,8 @@ def _sign_of_zero(value: Any) -> float | None:
 
 
 def _names_in_environment(value: Any) -> frozenset[bytes | str] | None:
-    """The names of all environment variables. Each call compares them, so we do not decode them, as an
-    iteration would."""
+    """The names of all environment variables; None if `value` is not ``os.environ``. We compare the names in
+    each call, so we do not decode them, as iteration would."""
     return frozenset(getattr(value, "_data", value)) if value is os.environ else None
 
 

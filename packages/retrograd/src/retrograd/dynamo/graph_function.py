@@ -110,7 +110,7 @@ class GraphFunction:
         return tuple([args[i].is_leaf for i in self._inner])
 
     def _recompiled(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
-        """Compile the graph for other inputs being leaves."""
+        """Compile the graph for another choice of leaves among its inputs."""
         described = list(self._state.leaves)
         for i in self._inner:
             place = self._offset + i
@@ -135,7 +135,8 @@ def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
     """Run the graph itself. Function modes and tensor classes are off, because Dynamo has traced their
     effect. Global module hooks do not see the graph, which is not one of the user's modules. If a call in it
     raises, we restore the modes that the graph has switched, because it has no ``with`` blocks that would."""
-    assert gm.code  # generates the code; otherwise torch prints errors of the first call itself
+    # generate the code now: else the first call goes through ``__call__``, which prints errors
+    assert gm.code
     with torch_functions_off(), draws_repeated():
         return restored_on_error(gm.forward, *args)
 

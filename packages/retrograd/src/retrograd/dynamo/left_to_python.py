@@ -78,7 +78,8 @@ class LeftToPython:
     def failed(self, code: CodeType, error: Exception) -> None:
         """Report code that Dynamo could not convert. Python runs it.
 
-        Raises: the error of the conversion, if ``strict``.
+        Raises:
+            Exception: the error of the conversion, if ``strict``.
         """
         found = user_error_behind(error)
         if self._is_strict:

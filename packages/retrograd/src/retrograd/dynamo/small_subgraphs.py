@@ -62,7 +62,7 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
         with torch.no_grad(), unguarded, mode, Watch(see):
             gm.forward(*examples)  # global module hooks do not see it
     except Exception:
-        return None  # whoever compiles it will report the error
+        return None  # the compilation will report the error
     return len(kernels)
 
 

@@ -64,8 +64,8 @@ class StepReport:
 
     @property
     def compilations(self) -> int:
-        """How many graphs and backwards were captured, plus lowerings. While this grows, the step is not
-        steady."""
+        """How many graphs and backwards were captured, and segments lowered. While this grows, the step is
+        not steady."""
         lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
         return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
 
