@@ -1,9 +1,9 @@
-"""Behind Dynamo: the ``torch.compile`` backend ``retrograd``, and whole training steps.
+"""The ``torch.compile`` backend ``retrograd``, and whole training steps.
 
 >>> torch.compile(model, backend="retrograd", options={"backend": "eager", "partitioner": "save_all"})
 
-The entry point of the installed distribution registers the backend. Importing this package registers it where
-the distribution is not installed.
+The entry point of the installed distribution registers the backend. If the distribution is not installed,
+importing this package registers it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The ``torch.compile`` backend ``retrograd``, with its ``mode`` and ``options``.
 
-In: a graph from Dynamo, its example inputs, the user's mode and options (those that are not ours are settings
-of Inductor, in the form that stock accepts). Out: a callable over real inputs, with eager's autograd
-structure. All stages run while Dynamo lowers, on Dynamo's own fake tensors. So every guard that they add is
-in Dynamo's shape environment, and Dynamo installs it.
+In: a graph from Dynamo, its example inputs, and the user's mode and options. Options that are not ours are
+settings of Inductor, in the form that stock accepts. Out: a callable over real inputs, with eager's autograd
+structure. All stages run while Dynamo lowers, on Dynamo's own fake tensors. So every guard that they add
+lands in Dynamo's shape environment, and Dynamo installs it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from retrograd.dynamo.small_subgraphs import kernels_of_small_piece
 from retrograd.errors import CaptureError, OptionError
 from retrograd.report import GraphReport, Report, process_report, reason_of
 
-#: our own options; `Config` says what they mean. Any other option must be one of Inductor's.
+#: our own options, documented in `Config`; any other option must be one of Inductor's
 OPTIONS = (
     "backend", "backward", "compile_timeout", "cudagraphs", "partitioner", "passes", "regions",
     "single_region", "stock_dynamo", "strict", "whole_after",
@@ -51,10 +51,10 @@ _CUDA_GRAPHS = ("triton.cudagraphs", "triton.cudagraph_trees")
 
 
 def config_of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
-    """The choices, checked.
+    """The settings for a mode and options, checked.
 
     Raises:
-        OptionError: an unknown mode or option, or a value that it cannot have.
+        OptionError: an unknown mode or option, or an invalid value.
     """
     given = dict(options or {})
     own = {key: given.pop(key) for key in list(given) if key in OPTIONS}
@@ -74,11 +74,11 @@ def config_of(mode: str | None, options: Mapping[str, Any] | None) -> Config:
 
 
 def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> dict[str, Any]:
-    """What each ``mode`` of ``torch.compile(backend="retrograd")`` stands for, in Inductor's settings.
+    """The Inductor settings behind each ``mode`` of ``torch.compile(backend="retrograd")``.
 
     Args:
         mode: only this one.
-        dynamic: accepted as Inductor's function of this name accepts it; modes do not depend on it.
+        dynamic: accepted because Inductor's function of this name accepts it; has no effect.
 
     Raises:
         OptionError: an unknown mode.
@@ -88,12 +88,12 @@ def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> d
 
 
 def list_options() -> list[str]:
-    """The keys that ``options`` may have: ours, then those of Inductor's settings."""
+    """The valid keys of ``options``: ours, then Inductor's settings."""
     return [*OPTIONS, *sorted(set(settings()) - set(_CUDA_GRAPHS))]
 
 
 def _inner(mode: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for a mode and options that are not ours."""
+    """Inductor's settings for a mode and for options that are not ours."""
     names = {key: key.replace("-", "_") for key in given}
     if refused := sorted(set(names.values()) & set(_CUDA_GRAPHS)):
         raise OptionError(refused[0], "retrograd records CUDA graphs itself", "'cudagraphs': True instead")
@@ -110,12 +110,13 @@ def _known_mode(mode: str) -> str:
     return mode
 
 
-#: codes of input checks. They mean that the backend was called wrongly, and are no reason to run eagerly.
+#: Codes of input checks. They mean that the caller used the backend wrongly, so we raise instead of running
+#: eagerly.
 _ERRORS = ("fake-input", "real-input")
 
 
 class RetrogradBackend:
-    """The backend: called by ``torch.compile``, or by hand with a graph module and inputs."""
+    """The backend. ``torch.compile`` calls it, or a user with a graph module and inputs."""
 
     __name__ = "retrograd"
 
@@ -131,26 +132,27 @@ class RetrogradBackend:
 
         Args:
             gm: the graph from Dynamo.
-            example_inputs: as Dynamo passes them. Under a fake mode each tensor must be fake, or one that
-                Dynamo has a fake for. Without a fake mode the result is an `AotFunction`, which has guards of
-                its own.
+            example_inputs: as Dynamo passes them. Under a fake mode, each tensor must be fake, or Dynamo must
+                have a fake for it. Without a fake mode, the result is an `AotFunction`, which has its own
+                guards.
             mode: see `list_mode_options`.
             options: see `list_options`.
 
         Returns:
-            A callable over real inputs. It runs `gm` as it is if that cannot be captured, with the reason in
-            ``retrograd.explain()``, and if it is a piece of one kernel, in which nothing can be fused.
+            A callable over real inputs. It runs `gm` as it is in two cases: if `gm` cannot be captured, with
+            the reason in ``retrograd.explain()``; and if `gm` is a piece of one kernel, in which nothing can
+            be fused.
 
         Raises:
-            OptionError: an unknown mode or option, or a value that it cannot have.
-            CaptureError: a real input under a fake mode; with ``strict``, what cannot be captured.
+            OptionError: an unknown mode or option, or an invalid value.
+            CaptureError: a real input under a fake mode; with ``strict``, any graph that cannot be captured.
         """
         return self.compile(gm, example_inputs, config_of(mode, options), process_report)
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, report: Report
     ) -> Callable[..., Any]:
-        """The same for choices that are checked already. `report` receives the result."""
+        """The same for checked settings. `report` receives the result."""
         fake_mode = fake_mode_for(example_inputs)
         if fake_mode is None:
             return AotFunction(gm, replace(config, dynamic=None), report)
@@ -171,7 +173,7 @@ class RetrogradBackend:
             return partial(as_it_is, gm)
 
     def keeps_eager(self, options: Mapping[str, Any]) -> bool:
-        """Whether what Dynamo loses of eager is kept; asked while Dynamo traces."""
+        """Whether to preserve eager behaviour that Dynamo loses. Asked while Dynamo traces."""
         return not options.get("stock_dynamo", False)
 
 
@@ -179,12 +181,12 @@ retrograd = RetrogradBackend()
 
 
 class ChosenBackend(partial[Callable[..., Any]]):
-    """The backend with a mode and options. Two with equal choices are equal, so Dynamo shares the code of
+    """The backend with a mode and options. Two with equal settings are equal, so Dynamo shares code between
     callables that differ in nothing else, such as the layers of a model."""
 
     @classmethod
     def of(cls, mode: str | None, options: Mapping[str, Any], *of_dynamo: bool | None) -> ChosenBackend:
-        """The backend for choices that are checked already, and for those that only Dynamo looks at."""
+        """The backend for checked settings, and for those that only Dynamo uses."""
         made = cls(retrograd, mode=mode, options=options)
         made.of_dynamo = of_dynamo
         return made

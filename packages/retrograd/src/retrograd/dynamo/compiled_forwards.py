@@ -1,13 +1,12 @@
-"""Differentiate the backward of a function that stock ``torch.compile`` compiled, which stock refuses.
+"""Differentiates the backward of a function that stock ``torch.compile`` compiled, which stock refuses.
 
-In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes of them, seen from
-the first context on that was made. Out: such a Function's backward, when it is itself to be differentiable
-(``create_graph=True``) and a context is active, runs the function's own torch-level graph again on the same
-inputs and differentiates that, to any order. Otherwise nothing changes.
+In: the graphs that Dynamo hands to its backends, and the Functions that AOTAutograd makes from them. We see
+those that are made after the first context was created. Out: a Function with another backward. If the
+backward itself must be differentiable (``create_graph=True``) and a context is active, it runs the function's
+torch-level graph again on the same inputs, and differentiates that, to any order. Otherwise nothing changes.
 
-It needs the inputs: they are remembered weakly, so that nothing lives longer. Where they are gone or were
-changed, where the graph draws random numbers, changes its inputs or calls an ``autograd.Function``, stock's
-refusal stands.
+We hold the inputs weakly, so that nothing lives longer. Stock still raises its error if an input was freed or
+changed, or if the graph draws random numbers, changes its inputs or calls an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from retrograd.runtime.tensor import zeros_of_slot
 
 
 class _Compiling(threading.local):
-    """The graph that Dynamo is having compiled on this thread, until a Function is made of it."""
+    """The graph that Dynamo is compiling on this thread, until a Function is made from it."""
 
     graph: fx.GraphModule | None = None
 
@@ -47,14 +46,14 @@ class _Inputs:
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> _Inputs:
-        """Remember `args`, tensors weakly."""
+        """Store `args`, tensors weakly."""
         return cls(
             tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
             tuple(versions_of(args)),
         )
 
     def unchanged(self) -> list[Any] | None:
-        """The inputs; None if one is gone or was changed in place since."""
+        """The inputs; None if one was freed, or changed in place since."""
         values = [v() if isinstance(v, weakref.ref) else v for v in self.values]
         known = all(
             value is not None and (version is None or value._version == version)
@@ -64,15 +63,15 @@ class _Inputs:
 
 
 def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
-    """From here on, see where a compiled function is made: a forward is often compiled before the context
-    around its backward is entered. `is_active` says whether a context is, in any thread."""
+    """From now on, see each compiled function that is made. A forward is often compiled before the context
+    around its backward is entered. `is_active` says whether a context is active in any thread."""
 
     def made_function(
         original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
     ) -> None:
         graph = _compiling.graph
         if graph is not None and "_lazy_backward_info" in attrs:
-            _compiling.graph = None  # a second Function of one graph has a part of it: not known which
+            _compiling.graph = None  # a second Function of one graph holds an unknown part of it
             _make_differentiable(cls, attrs, graph, is_active)
         original(cls, name, bases, attrs)
 
@@ -82,7 +81,7 @@ def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
     prior = _compiling.graph
-    # Backends rewrite the graph that they are given.
+    # Copy the graph, because backends rewrite it.
     _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
     try:
         return original(output, gm, *args)
@@ -93,13 +92,13 @@ def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModu
 def _make_differentiable(
     cls: Any, attrs: dict[str, Any], graph: fx.GraphModule, is_active: Callable[[], bool]
 ) -> None:
-    """Have the Function `cls` remember its inputs, and differentiate `graph` when that is asked for."""
+    """Make the Function `cls` store its inputs, and differentiate `graph` on request."""
     forward, backward = attrs["forward"].__func__, attrs["backward"].__func__
 
     def forward_that_remembers(ctx: Any, *args: Any) -> Any:
         result = forward(ctx, *args)
         ctx._retrograd_inputs = _Inputs.of(args)
-        ctx.set_materialize_grads(False)  # to know which gradients are undefined
+        ctx.set_materialize_grads(False)  # so that undefined gradients arrive as None
         return result
 
     def backward_with_graph(ctx: Any, *grads: Any) -> Any:
@@ -130,7 +129,7 @@ def _differentiate(
         outputs = torch.utils._pytree.tree_leaves(graph(*values))
     now = generator_states(before)
     if not all(torch.equal(now[device], before[device]) for device in before):
-        restore_generator_states(before)  # other numbers than the Function has drawn
+        restore_generator_states(before)  # the numbers differ from those that the Function has drawn
         return None
     if len(outputs) != len(grads):
         return None
@@ -153,7 +152,8 @@ def _differentiate(
 
 def _is_repeatable(graph: fx.GraphModule, metadata: Any, n_inputs: int) -> bool:
     """Whether `graph` can be run again: it changes no input, returns what the Function returned, and leaves
-    the history that the program would leave. Of a Function in Python, Dynamo keeps the first derivative."""
+    the history that the program would leave. For an ``autograd.Function``, Dynamo keeps only the first
+    derivative."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     called = {getattr(node.target, "__name__", "") for module in modules for node in module.graph.nodes}

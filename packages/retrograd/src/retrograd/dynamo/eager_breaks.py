@@ -1,20 +1,21 @@
-"""Keep what Dynamo loses of eager before it calls a backend, for backends that want that.
+"""Preserves eager behaviour that Dynamo loses before it calls a backend, for backends that ask for it.
 
-In: Dynamo's translator, its guards, and the nodes that it runs on fake tensors. Out: whether the backend
-wants eager kept, and breaks of the graph for it; and
+In: Dynamo's translator, its guards, and the nodes that it runs on fake tensors. Out: whether the backend asks
+to preserve eager behaviour, and graph breaks and guards that do so:
 
-- an operation that raises on fake tensors is left to Python. So all that eager does before the error is done,
-  and the program gets the error that it may expect. With ``fullgraph`` Dynamo's own error stands;
-- so is one that may raise when it runs, where code of the program catches the error;
-- so is a custom operator whose backward raises on them, because it looks at values: no graph holds it;
-- hooks of modules that are set after Dynamo has traced a call of the module are noticed. Dynamo leaves that
-  open, to save time: with a guard on each module, it no longer skips the parts of a module that did not
-  change. So one guard does for the whole frame. It looks at the modules only after somebody in the process
-  has set a hook of a module;
-- a parameter of an optimizer keeps its class. Dynamo guards its address and writes it into the graph as a
-  plain tensor, of which ``isinstance`` is false.
+- An operation that raises on fake tensors is left to Python. So everything that eager does before the error
+  is done, and the program gets the error that it may expect. With ``fullgraph``, Dynamo's own error is
+  raised.
+- An operation that may raise at run time is left to Python too, if code of the program catches the error.
+- So is a custom operator whose backward raises on fake tensors, because it reads values.
+- A hook that is set on a module after Dynamo has traced a call of the module fails a guard. Dynamo leaves
+  that open to save time: with a guard on each module, it no longer skips the unchanged parts of a module. So
+  we add one guard for the whole frame. It inspects the modules only after some module hook has been set in
+  the process.
+- A parameter of an optimizer keeps its class. Dynamo guards its address and puts it into the graph as a plain
+  tensor, for which ``isinstance`` is false.
 
-`opaque_functions` keeps each ``autograd.Function`` whole in this way.
+`opaque_functions` preserves each ``autograd.Function`` in the same way.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from retrograd.runtime.handlers import catches
 
 _RAISED = raised_on_fakes(exc)
 
-#: how many hooks of modules were set in this process.
+#: how many module hooks were set in this process
 _set = 0
 
 _SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
 
-#: where a module keeps the hooks that run when it is called.
+#: the dictionaries in which a module stores the hooks that run when it is called
 HOOKS_OF_A_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NAMES_OF_HOOKS = tuple(f".{name}" for name in HOOKS_OF_A_MODULE)
 
@@ -69,12 +70,12 @@ _OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
 
 
 def keeps_eager(tx: Any) -> bool:
-    """Whether the backend that Dynamo traces for wants eager kept."""
+    """Whether the backend that Dynamo traces for asks to preserve eager behaviour."""
     return backend_keeps_eager(tx.output.compiler_fn)
 
 
 def backend_keeps_eager(compiler: Any) -> bool:
-    """Whether the backend has a method ``keeps_eager`` that says so of the user's options."""
+    """Whether the backend has a method ``keeps_eager`` that returns True for the user's options."""
     options: Mapping[str, Any] = {}
     while True:
         if isinstance(compiler, functools.partial):
@@ -91,7 +92,7 @@ def backend_keeps_eager(compiler: Any) -> bool:
 
 
 def break_graph(what: str, where: str, why: str) -> NoReturn:
-    """End the graph before this point, where Python goes on.
+    """End the graph before this point. Python runs the call.
 
     Args:
         what: a heading without details.
@@ -99,15 +100,15 @@ def break_graph(what: str, where: str, why: str) -> NoReturn:
         why: a sentence.
 
     Raises:
-        Unsupported: Dynamo's request for a break; with ``fullgraph`` the user's error.
+        Unsupported: Dynamo's request for a graph break. With ``fullgraph`` it becomes the user's error.
     """
     hints = ["options={'stock_dynamo': True} leaves it to Dynamo, which differs from eager there."]
     exc.unimplemented(gb_type=what, context=where, explanation=why, hints=hints)
 
 
 def watch_dynamo() -> None:
-    """From here on, errors are left to eager, tensors keep their class, and every hook of a module is counted
-    when it is set."""
+    """From now on, errors are left to eager, tensors keep their class, and each module hook is counted when
+    it is set."""
     handle("torch.utils.hooks:RemovableHandle.__init__", _made)
     handle("torch._dynamo.utils:_get_fake_value_impl", _fake_value)
     handle("torch._dynamo.symbolic_convert:_detect_and_normalize_assert_statement", _assertion)
@@ -115,7 +116,7 @@ def watch_dynamo() -> None:
 
 
 def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Count a hook if it is one of a module: all kinds are set by functions of one file of torch's."""
+    """Count a hook if it is a module hook: functions of one file of torch set all kinds of them."""
     global _set
     setter = sys._getframe(2)
     if setter.f_globals is vars(all_modules) and setter.f_code.co_name.startswith(_SETTERS):
@@ -124,25 +125,26 @@ def _made(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def guard_module_hooks(guards: Any) -> None:
-    """Add guards where `guards` names hooks of a module. Dynamo guards code and cells of those that it
-    has seen; not that there are none, and in torch 2.11 not what their parameters are by default."""
+    """Add a guard if `guards` contains guards on module hooks. Dynamo guards the code and cells of the hooks
+    that it has seen, but not that there are no others, and in torch 2.11 not the defaults of their
+    parameters."""
     named = {guard.name: guard for guard in guards if guard.name.endswith(_NAMES_OF_HOOKS)}
     if found := [*named.values()]:
         guards.add(Guard(found[0].originating_source, functools.partial(_guard_hooks, found)))
 
 
 def _guard_hooks(found: Sequence[Guard], builder: Any, guard: Guard) -> None:
-    """The backend has compiled by now, and may have set hooks: under a memory budget, torch counts operations
-    by hooks of all modules."""
+    """Build the guard. The backend has compiled by now, and may have set hooks: under a memory budget, torch
+    counts operations with global module hooks."""
     hooks = _Hooks([builder.get(one) for one in found])
     builder.guard_manager.root.add_lambda_guard(hooks, ["the hooks of modules"], guard.user_stack)
 
 
 class _Hooks:
-    """Whether modules have no other hooks than now.
+    """Checks that modules have the same hooks as now.
 
     Args:
-        dictionaries: in which they are.
+        dictionaries: the dictionaries that hold the hooks.
     """
 
     def __init__(self, dictionaries: Sequence[Any]) -> None:
@@ -158,7 +160,7 @@ class _Hooks:
 
 
 def _defaults(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """How many hooks there are, and what their parameters are by default."""
+    """The number of hooks, and the defaults of their parameters."""
     found: list[Any] = [None if hooks is None else len(hooks)]
     for hook in (hooks or {}).values():
         by_name = getattr(hook, "__kwdefaults__", None) or {}
@@ -183,7 +185,7 @@ def _fake_value(original: Callable[..., Any], node: Any, tx: Any, *args: Any, **
 
 
 def _caught_errors(node: Any, tx: Any) -> Errors | None:
-    """What a call may raise when it runs, if code of the program around it catches that."""
+    """The errors that a call may raise at run time, if code of the program around it catches one of them."""
     if node.op not in ("call_function", "call_method") or not (
         _is_caught(tx, OF_THE_USER) or _is_caught(tx, OF_CHECKS)
     ):
@@ -192,8 +194,8 @@ def _caught_errors(node: Any, tx: Any) -> Errors | None:
 
 
 def _is_caught(tx: Any, errors: Errors) -> bool:
-    """Whether one of `errors` reaches a ``try``, or a context manager of the program's, in a function that is
-    being traced."""
+    """Whether one of `errors` reaches a ``try`` block or a context manager of the program, in a function that
+    is being traced."""
     while tx is not None:
         if not all(map(_is_of_torch, tx.active_generic_context_managers)):
             return True
@@ -208,13 +210,13 @@ def _is_of_torch(manager: Any) -> bool:
 
 
 def _errors(node: Any, tx: Any) -> list[Errors]:
-    """What the operators in a call may raise; found by a run on fake tensors."""
+    """The errors that the operators in a call may raise. We run the call on fake tensors to find them."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in functions("unchecked"):
         return [OF_VALUES]
     found: list[Errors | None] = []
     watch = Watch(lambda *call: found.append(errors_by_value(*call)))
-    with suppress(Exception):  # whoever traces it finds out why
+    with suppress(Exception):  # the trace itself will report the error
         with tx.fake_mode, torch.no_grad(), watch:
             args, kwargs = pytree.tree_map(_empty, _given(node))
             called = getattr(args[0], name) if node.op == "call_method" else node.target
@@ -227,12 +229,13 @@ def _empty(value: Any) -> Any:
 
 
 def _given(node: Any) -> tuple[Any, Any]:
-    """Fake tensors and other values that a node is given."""
+    """The arguments of a node: fake tensors and other values."""
     return fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
 
 
 class Watch(TorchDispatchMode):
-    """While open, `see` is called with each operator, its arguments and keyword arguments before it runs."""
+    """While active, calls `see` with each operator, its arguments and its keyword arguments, before the
+    operator runs."""
 
     def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
         super().__init__()
@@ -248,21 +251,22 @@ class Watch(TorchDispatchMode):
 
 
 def _assertion(original: Callable[..., bool], tx: Any, *args: Any) -> bool:
-    """Whether Dynamo makes an operator of an ``assert`` statement. If not, Python decides, after a break."""
+    """Whether Dynamo turns an ``assert`` statement into an operator. If not, the graph breaks and Python runs
+    the statement."""
     if not original(tx, *args):
         return False
     if not keeps_eager(tx) or (tx.one_graph and not _is_caught(tx, OF_CHECKS)):
         return True
-    tx.pop()  # the text of the error
+    tx.pop()  # the error text
     return False
 
 
-#: by operator and which arguments require grad: what its backward raised.
+#: what the backward raised, by operator and by which arguments require grad
 _raised_by: dict[Hashable, str | None] = {}
 
 
 def _why_not_differentiable(node: Any, tx: Any) -> str | None:
-    """What the backward of a call of a custom operator raises on fake tensors; None if nothing."""
+    """The error that the backward of a custom operator raises on fake tensors; None if it raises none."""
     target = node.target
     is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     if not is_operator or str(target).partition(".")[0] in OF_TORCH or tx.one_graph:
@@ -282,7 +286,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def sample(value: Any) -> Any:
-    """A fake tensor as a leaf of its own; other values as they are."""
+    """A new leaf like a fake tensor. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -290,9 +294,10 @@ def sample(value: Any) -> Any:
 
 
 def differentiate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Run the backward of what was computed from leaves `given`, if there is one, and drop the gradients.
+    """Run the backward from `results` to the leaves `given`, if there is one, and drop the gradients.
 
-    Raises: whatever the backward raises.
+    Raises:
+        Exception: whatever the backward raises.
     """
     roots = [value for value in results if value.requires_grad]
     leaves = [value for value in given if value.requires_grad]
@@ -310,7 +315,7 @@ def _raised_backwards(operator: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def _wrap_tensor(original: Callable[..., Any], builder: Any, value: torch.Tensor) -> Any:
-    """Make a tensor of a class of its own an input of the graph, wherever it is kept."""
+    """Make a tensor of a custom class a graph input, wherever the program stores it."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain and get_static_address_type(value) == "guarded" and keeps_eager(builder.tx):
         mark_static_address(value, guard=False)

@@ -1,21 +1,22 @@
-"""Before Dynamo: its conversion of frames, for one compiled callable. Behind it: what a backend is given.
+"""Converts frames for one compiled callable: a callback before Dynamo, and the inputs of a backend behind it.
 
-In: a function, a backend, and a `FrameWatch`. Out: the function as Dynamo compiles it, where the watch
-decides which code runs as it is, and is told of conversions that failed: such a frame runs as Python runs it.
-Dynamo asks a callback for every frame that it meets while the callable runs. The callback is ours, and passes
-most frames on. That needs no patch of torch and no setting of the process: other callables of
-``torch.compile`` and other threads have callbacks of their own.
+In: a function, a backend, and a `FrameWatch`. Out: the function as Dynamo compiles it. The watch decides
+which code Python runs, and learns of conversions that failed: Python runs such a frame. Dynamo calls a
+callback for every frame that it meets while the callable runs. The callback is ours, and passes most frames
+on to Dynamo. That needs no patch of torch and no process-wide setting: other callables of ``torch.compile``
+and other threads have callbacks of their own.
 
-More guards go among those that Dynamo is about to install, or has installed for code without a graph:
+We add guards to those that Dynamo is about to install, or has installed for code without a graph:
 
-- for the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
-- for an environment variable that was asked for and not found: a key that is missing leaves no guard;
-- for what a gradient is that an optimizer reads: Dynamo asks only whether there is one;
-- for the level of forward-mode differentiation, inside which frames are left to Python;
-- for hooks of modules that are set later, see `eager_breaks`.
+- the sign of a zero: Dynamo compares numbers by ``==``, and ``0.0 == -0.0``;
+- an environment variable that the program looked up in vain: Dynamo does not guard a missing key;
+- the metadata of a gradient that an optimizer reads: Dynamo guards only whether there is one;
+- the level of forward-mode differentiation: frames inside it are left to Python;
+- module hooks that are set later, see `eager_breaks`.
 
-In: the graph and example inputs that a backend is called with. Out: `GraphInput` values with the fakes that
-Dynamo traced with, so that no tensor is made fake a second time; guards, which Dynamo installs with its own.
+In: the graph and example inputs that Dynamo calls a backend with. Out: `GraphInput` values with the fake
+tensors that Dynamo traced with, so that we fake no tensor again; and guards, which Dynamo installs with its
+own.
 """
 
 from __future__ import annotations
@@ -56,39 +57,40 @@ from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
 from retrograd.trace import hint_of, is_fake
 
-#: how often the conversion of one piece of code may fail: a first failure may be an accident, such as another
-#: thread that changes what Dynamo has just looked at.
+#: How often the conversion of one code object may fail. A first failure may be an accident, such as another
+#: thread that changes what Dynamo has just read.
 TRIES = 2
 
-#: errors that the user has asked for, by a setting of Dynamo, ``fullgraph`` or ``mark_dynamic``. Dynamo hands
-#: a break of the graph on only then.
+#: Errors that the user has asked for, by a setting of Dynamo, ``fullgraph`` or ``mark_dynamic``. Dynamo
+#: raises a graph break to its caller only then.
 _ASKED_FOR = (FailOnRecompileLimitHit, RecompileError, Unsupported, ConstraintViolationError)
 
 _OPTIMIZERS = torch.optim.__path__[0]
 
 
 class FrameWatch(Protocol):
-    """What a compiled callable has to say about the frames that Dynamo meets."""
+    """What a compiled callable decides about the frames that Dynamo meets."""
 
     def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether this code, with all that it calls, is left to Python."""
+        """Whether Python runs this code and everything that it calls."""
 
     def switched_off(self) -> None:
-        """Dynamo meets no frame, because it is switched off."""
+        """Called if Dynamo is disabled, so that it meets no frame."""
 
     def failed(self, code: CodeType, error: Exception) -> None:
-        """The conversion of this code has failed; raises, or lets Python run it."""
+        """Called if the conversion of this code has failed. Raises, or lets Python run the code."""
 
     def limited(self, code: CodeType) -> None:
-        """Dynamo's limit for this code is reached; raises, or lets Python run what needs other code."""
+        """Called if the code has reached Dynamo's recompile limit. Raises, or lets Python run the calls that
+        would need new code."""
 
 
 class _Callback:
-    """Dynamo's callback for frames, with a watch before it."""
+    """Asks a watch about each frame before it calls Dynamo's own callback."""
 
     def __init__(self, convert: Any, watch: FrameWatch, are_numbers_exact: bool) -> None:
         functools.update_wrapper(self, convert)
-        # The C code and the cache of compiled frames know a callback by these attributes.
+        # Dynamo's C code and its cache of compiled frames identify a callback by these attributes.
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
         self.hooks = convert.hooks
         self._convert, self._watch, self._are_numbers_exact = convert, watch, are_numbers_exact
@@ -123,8 +125,8 @@ class _Callback:
 
 @contextmanager
 def _warnings_are_no_errors() -> Iterator[None]:
-    """Inside, no warning is an error: Dynamo's trace gives some that the program does not, as when it looks
-    at ``.grad``."""
+    """Inside, no warning is raised as an error: Dynamo's trace emits warnings that the program does not, for
+    example when it reads ``.grad``."""
     if not any(found[0] == "error" for found in warnings.filters):
         yield
         return
@@ -137,15 +139,15 @@ def _warnings_are_no_errors() -> Iterator[None]:
 
 @contextmanager
 def _exact_numbers() -> Iterator[None]:
-    """Inside, Dynamo takes a number that changes for a new constant. As a symbol it would be computed with by
-    the rules for real numbers: ``(x + 1e16) - 1e16`` is ``x`` then. Nor does it take ``addcdiv_`` and the
-    like apart, which round otherwise in one piece. The lock is Dynamo's own."""
+    """Inside, Dynamo treats a number that changes as a new constant. It would compute with a symbol by the
+    rules of real numbers, where ``(x + 1e16) - 1e16`` is ``x``. Nor does it decompose ``addcdiv_`` and the
+    like, because the fused kernels round differently. The lock is Dynamo's own."""
     with compile_lock, dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False):
         yield
 
 
 def _left_to_python(with_callees: bool = False) -> ConvertFrameReturn:
-    """This frame is not compiled; others of the same code are asked about again."""
+    """Leave this frame to Python. Dynamo asks again about other frames of the same code."""
     callees = FrameAction.SKIP if with_callees else FrameAction.DEFAULT
     return ConvertFrameReturn(FrameExecStrategy(FrameAction.SKIP, callees), apply_to_code=False)
 
@@ -160,19 +162,21 @@ def compiled_frames(
     recompile_limit: int | None = None,
     are_numbers_exact: bool,
 ) -> Callable[..., Any]:
-    """`fn` as ``torch.compile(fn, backend=backend, dynamic=dynamic)`` gives it, with `watch` before Dynamo.
+    """Compile `fn` as ``torch.compile(fn, backend=backend, dynamic=dynamic)`` does, with `watch` before
+    Dynamo.
 
     Args:
-        fn, backend, fullgraph, dynamic: as ``torch.compile`` takes them.
-        watch: is asked, and told.
-        recompile_limit: of this callable alone, if torch can count so; else, and by default, it is that of
-            ``torch._dynamo.config``.
-        are_numbers_exact: whether arithmetic of Python numbers that change from call to call must be
+        fn, backend: as ``torch.compile`` takes them.
+        watch: is asked about frames and receives failures.
+        fullgraph, dynamic: as ``torch.compile`` takes them.
+        recompile_limit: the limit of this callable alone, if torch supports that. Otherwise, and by default,
+            the limit of ``torch._dynamo.config`` applies.
+        are_numbers_exact: whether arithmetic with Python numbers that change from call to call must equal
             Python's.
     """
     limits = {} if recompile_limit is None else frame_limits(eval_frame._optimize, recompile_limit)
     context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **limits)
-    if not hasattr(context, "callback"):  # as TORCHDYNAMO_DISABLE=1 says
+    if not hasattr(context, "callback"):  # if TORCHDYNAMO_DISABLE=1
         watch.switched_off()
         return fn
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
@@ -181,32 +185,33 @@ def compiled_frames(
 
 
 def left_by_backend(why: str) -> Exception:
-    """What a backend raises so that Python runs the frame: with ``torch.compile`` itself, from now on."""
+    """The exception that a backend raises to leave a frame to Python. Under ``torch.compile`` itself, Python
+    runs the code from then on."""
     return SkipFrame(why)
 
 
 def is_optimizer_code(code: CodeType) -> bool:
-    """Whether the code is that of torch's optimizers and schedulers."""
+    """Whether the code belongs to torch's optimizers and schedulers."""
     return code.co_filename.startswith(_OPTIMIZERS)
 
 
 def user_error_behind(error: Exception) -> Exception:
-    """What a backend has raised, without Dynamo's wrapping."""
+    """The error that a backend raised, without Dynamo's wrapper."""
     inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
     return inner if isinstance(inner, Exception) else error
 
 
 _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
-#: guards of Dynamo's that compare a value by ``==``.
+#: Dynamo's guards that compare a value by ``==``
 _BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
 
 
 def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool) -> None:
-    """Add them; nothing happens where nobody compiles.
+    """Add our guards to Dynamo's. Does nothing outside of a compilation.
 
     Args:
         inputs: of the graph.
-        module_hooks: whether hooks of modules are among them.
+        module_hooks: whether to guard module hooks.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -227,7 +232,7 @@ def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool)
 
 
 def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) -> None:
-    """Have `builder` guard on ``what(value)`` of the guarded value; None: there is nothing to guard."""
+    """Guard on ``what(value)`` of the guarded value. If that is None now, there is nothing to guard."""
     before = what(builder.get(guard))
     if before is not None:
         parts = [f"{text} of {guard.name} as it was"]
@@ -237,7 +242,8 @@ def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) ->
 
 
 def guard_environment(guarded_code: Any) -> None:
-    """Add a guard to code of Dynamo's that asks for environment variables; None is no code."""
+    """Guard the names of environment variables, if Dynamo's code looks some up. `guarded_code` may be
+    None."""
     manager = getattr(guarded_code, "guard_manager", None)
     if manager is not None and any(".environ" in part for part in manager.code_parts):
         before = _names_in_environment(os.environ)
@@ -250,7 +256,8 @@ def _sign_of_zero(value: Any) -> float | None:
 
 
 def _names_in_environment(value: Any) -> frozenset[bytes | str] | None:
-    """They are compared in each call, so they are not decoded, as an iteration would do."""
+    """The names of all environment variables; None if `value` is not ``os.environ``. We compare the names in
+    each call, so we do not decode them, as iteration would."""
     return frozenset(getattr(value, "_data", value)) if value is os.environ else None
 
 
@@ -258,7 +265,7 @@ _SIGN_OF_ZERO = functools.partial(_keeps, _sign_of_zero, "sign")
 _ENVIRONMENT = functools.partial(_keeps, _names_in_environment, "names")
 
 
-# what a backend is given
+# the inputs of a backend
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,9 +273,9 @@ class GraphInput:
     """One input of a graph that Dynamo made.
 
     Attributes:
-        name: how the program reaches it (``L['x']``), or the placeholder's name.
-        value: Dynamo's fake, a symbolic number, or a constant.
-        given: the tensor itself, if Dynamo gave it; else `value`.
+        name: the expression by which the program reaches it (``L['x']``), or the placeholder's name.
+        value: Dynamo's fake tensor, a symbolic number, or a constant.
+        given: the real tensor, if Dynamo passed it; else `value`.
         source: Dynamo's source, for guards; None if there is none.
         is_parameter: whether it is an ``nn.Parameter``.
         is_static: whether Dynamo says that it stays the same from call to call.
@@ -283,7 +290,7 @@ class GraphInput:
 
 
 def fake_mode_for(example_inputs: Sequence[Any]) -> Any:
-    """The fake mode in whose name a backend is called; None if nobody compiles."""
+    """The fake mode of the current compilation; None outside of one."""
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         return context.fake_mode
@@ -291,7 +298,7 @@ def fake_mode_for(example_inputs: Sequence[Any]) -> Any:
 
 
 def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
-    """The inputs of `gm`. A tensor that neither is fake nor has a fake of Dynamo's stays real."""
+    """The inputs of `gm`. A tensor that is not fake, and for which Dynamo has no fake, stays real."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return [_graph_input(node, given) for node, given in zip(placeholders, example_inputs, strict=True)]
 
@@ -302,7 +309,8 @@ def _graph_input(node: fx.Node, given: Any) -> GraphInput:
         value = node.meta.get("example_value", given)
     argument = node.meta.get("grapharg")
     source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
-    is_number = bool(getattr(argument, "pass_arg_as_tensor", False))  # the program's own value is no tensor
+    # the program's value is a number, not a tensor
+    is_number = bool(getattr(argument, "pass_arg_as_tensor", False))
     marks = node.meta.get("tensor_dict") or {}
     return GraphInput(
         source.name if source is not None else node.name,
@@ -315,12 +323,12 @@ def _graph_input(node: fx.Node, given: Any) -> GraphInput:
 
 
 def fake_of_attribute(mode: Any, tensor: torch.Tensor) -> Any:
-    """The fake of a tensor that the graph itself holds; the same each time. Its sizes are static."""
+    """The fake of a tensor that the graph itself holds; the same one in each call. Its sizes are static."""
     return tensor if is_fake(tensor) else mode.from_tensor(tensor, static_shapes=True)
 
 
 def why_not_as_given(item: GraphInput) -> str | None:
-    """What Dynamo's own trace changed of a fake, so that it no longer shows the input; None if nothing."""
+    """What Dynamo's trace changed on a fake, so that it no longer describes the input; None if nothing."""
     fake, given = item.value, item.given
     if not isinstance(given, torch.Tensor) or fake is given:
         return None
@@ -335,15 +343,16 @@ def why_not_as_given(item: GraphInput) -> str | None:
 
 
 def has_symbols(mode: Any) -> bool:
-    """Whether the shape environment of `mode` knows symbolic sizes."""
+    """Whether the shape environment of `mode` has symbolic sizes."""
     return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
 
 
 @contextmanager
 def traced_in(mode: Any) -> Iterator[None]:
-    """Torch's tracing context names `mode` inside.
+    """Inside, torch's tracing context names `mode`.
 
-    For its backends Dynamo prepares another mode with the same shape environment; both must not meet.
+    For its backends, Dynamo prepares another mode with the same shape environment. The two modes must not
+    mix.
     """
     if TracingContext.try_get() is None:
         yield
@@ -353,7 +362,7 @@ def traced_in(mode: Any) -> Iterator[None]:
 
 
 def guard_same(first: GraphInput, second: GraphInput) -> None:
-    """Dynamo is to compile again when the two are not the same tensor."""
+    """Have Dynamo recompile if the two inputs are not the same tensor."""
     context = TracingContext.try_get()
     if context is not None and first.source is not None and second.source not in (None, first.source):
         guards: list[Any] = context.guards_context.aotautograd_guards
@@ -361,7 +370,7 @@ def guard_same(first: GraphInput, second: GraphInput) -> None:
 
 
 def why_ended(gm: fx.GraphModule) -> str:
-    """Why Dynamo ended the graph where it did, and where; empty if nothing was left."""
+    """Why Dynamo ended the graph where it did, and where; empty if the graph is complete."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", True):
         return ""
@@ -373,12 +382,12 @@ def why_ended(gm: fx.GraphModule) -> str:
 
 
 def grad_mode_left(gm: fx.GraphModule) -> bool | None:
-    """The grad mode that the graph leaves on; None if it does not switch it."""
+    """The grad mode after the graph has run; None if the graph does not set it."""
     switches = [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled]
     return bool(switches[-1].args[0]) if switches else None
 
 
 def register_once(name: str, backend: Callable[..., Any]) -> None:
-    """Make `backend` known to ``torch.compile``, unless an installed distribution has done so."""
+    """Register `backend` with ``torch.compile``, unless an installed distribution has done so."""
     if name not in list_backends(exclude_tags=None):
         register_backend(backend, name)

@@ -1,7 +1,7 @@
-"""A graph from Dynamo, compiled at once, with Dynamo's fake tensors and guards.
+"""Compiles a graph from Dynamo at once, with Dynamo's fake tensors and guards.
 
-In: the graph module, its inputs (fake, as Dynamo traced them) and the user's choices. Out: `GraphFunction`.
-It is called with real inputs that have passed Dynamo's guards.
+In: the graph module, its inputs (fake, as Dynamo traced them) and the user's settings. Out: a
+`GraphFunction`. Callers pass real inputs that have passed Dynamo's guards.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class GraphFunction:
 
     Args:
         gm: the graph.
-        inputs: one per placeholder.
+        inputs: one for each placeholder.
         mode: the fake mode that Dynamo compiles in.
-        config: the choices. ``dynamic`` and ``recompile_limit`` are left to Dynamo.
+        config: the settings. Dynamo handles ``dynamic`` and ``recompile_limit``.
         report: receives what was compiled and what ran eagerly.
 
     Raises:
-        CaptureError: an input is not fake, or is a fake of another mode.
+        CaptureError: an input is not fake, or belongs to another fake mode.
         Exception: whatever capture and backends raise.
     """
 
@@ -74,13 +74,13 @@ class GraphFunction:
                 if leaf.same_as is not None and leaf.same_as >= self._offset:
                     guard_same(inputs[leaf.same_as - self._offset], item)
             code = self._compiled(self._state)
-        # If an input is changed in place, inputs must keep sharing memory as they did. Dynamo does not guard
-        # that: its ``StorageOverlap`` compares offsets only.
+        # If the graph changes an input in place, the inputs must share memory as they did in the trace.
+        # Dynamo does not guard that: its ``StorageOverlap`` compares only offsets.
         moving = [i for i, item in enumerate(inputs) if not item.is_static]
         writes = any(update.value is not None for update in code.partition.joint.updates)
         given = [item.given for item in inputs]
         self._memory = MemoryGuard(given, moving) if writes else None
-        # Nor does Dynamo guard where an input begins in its memory.
+        # Dynamo does not guard storage offsets either.
         tensors = [(i, value) for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
         matter = code.partition.joint.offsets_matter
         self._offsets = [(i, value.storage_offset()) for i, value in tensors] if matter else []
@@ -89,7 +89,7 @@ class GraphFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
-        if not self._has_run:  # until now, Dynamo may have made fakes
+        if not self._has_run:  # Dynamo may have made fakes until now
             self._has_run = True
             forget_real_tensors(self._mode)
         eagerly = functools.partial(as_it_is, self._gm, *args)
@@ -110,7 +110,7 @@ class GraphFunction:
         return tuple([args[i].is_leaf for i in self._inner])
 
     def _recompiled(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
-        """The code for inputs among which other ones are leaves."""
+        """Compile the graph for another choice of leaves among its inputs."""
         described = list(self._state.leaves)
         for i in self._inner:
             place = self._offset + i
@@ -132,10 +132,11 @@ class GraphFunction:
 
 
 def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:
-    """Run the graph itself. Function modes and classes are off: Dynamo has traced their effect. Hooks of all
-    modules do not see the graph, which is no module of the user's. If a call in it raises, the modes that the
-    graph has switched are put back: it has no blocks that would do so."""
-    assert gm.code  # writes it: torch calls a module whose code it has to write, and prints its errors
+    """Run the graph itself. Function modes and tensor classes are off, because Dynamo has traced their
+    effect. Global module hooks do not see the graph, which is not one of the user's modules. If a call in it
+    raises, we restore the modes that the graph has switched, because it has no ``with`` blocks that would."""
+    # generate the code now: else the first call goes through ``__call__``, which prints errors
+    assert gm.code
     with torch_functions_off(), draws_repeated():
         return restored_on_error(gm.forward, *args)
 
@@ -146,7 +147,7 @@ def state_of_graph(
     """The `CaptureState` of a graph from Dynamo: first the tensors that the graph holds, then its inputs.
 
     Raises:
-        CaptureError: an input is not fake, or is a fake of another mode, or Dynamo has changed it.
+        CaptureError: an input is not fake, or belongs to another fake mode, or Dynamo has changed it.
     """
     for item in inputs:
         if isinstance(item.value, torch.Tensor) and (what := why_not_as_given(item)):
@@ -177,7 +178,8 @@ def state_of_graph(
 
 
 def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
-    """The group with the true history of its base; Dynamo's trace may have changed that of the fake."""
+    """The group with the true history of its base. Dynamo's trace may have changed the history of the
+    fake."""
     base = common_base([given[member.leaf] for member in group.members])
     if base is None or group.base is None:
         return replace(group, base=None)
@@ -185,7 +187,7 @@ def _as_given(group: AliasGroup, given: Sequence[Any]) -> AliasGroup:
 
 
 def _unseen_groups(state: CaptureState, given: Sequence[Any]) -> Iterator[AliasGroup]:
-    """Inputs that share memory that was not made by torch: their fakes do not."""
+    """Inputs that share memory that torch did not allocate: their fakes do not share it."""
     tensors = {i: value for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
     seen = {tuple(member.leaf for member in group.members) for group in state.aliases}
     for group in groups_sharing_memory(tensors):

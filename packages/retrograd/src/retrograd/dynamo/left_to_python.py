@@ -1,11 +1,11 @@
-"""What Python runs of a function that Dynamo compiles, and why.
+"""Decides what Python runs of a function that Dynamo compiles, and reports why.
 
 In: frames that Dynamo is about to convert, and conversions that failed. Out: decisions, and entries in a
 report.
 
-Inside forward-mode differentiation nothing is compiled: Dynamo's graph has lost a Function's ``jvp``.
-Under ``backend="eager"`` torch's optimizers are not traced. Traced by Dynamo they use tensors as step counts
-and another order of operations, so the last bits of their results differ from eager's.
+Nothing is compiled inside forward-mode differentiation, because Dynamo's graph has lost a Function's ``jvp``.
+Under ``backend="eager"`` torch's optimizers are not traced. When Dynamo traces them, they use tensors as step
+counts and another order of operations, so the last bits of their results differ from eager's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from retrograd.runtime.modes import FORWARD_MODE, is_forward_mode
 
 
 def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
-    """Whether forward-mode differentiation is on, so that Python runs `what`; `report` is told.
+    """Whether forward-mode differentiation is active, so that Python runs `what`. The reason goes into
+    `report`.
 
     Raises:
-        CaptureError: it is on, if `is_strict`.
+        CaptureError: it is active, and `is_strict` is set.
     """
     if not is_forward_mode():
         return False
@@ -36,15 +37,15 @@ def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
 
 
 class LeftToPython:
-    """A `FrameWatch`, for one compiled callable.
+    """A `FrameWatch` for one compiled callable.
 
     Args:
         what: the callable, in words.
-        config: the choices: the backend, and whether a failure is an error.
-        report: is told of failures.
+        config: the settings: the backend, and whether a failure is an error.
+        report: receives failures.
 
     Attributes:
-        computes_like_eager: whether results must be eager's bit for bit.
+        computes_like_eager: whether results must equal eager's bit for bit.
         found: what is not traced, because its results would differ from eager's.
     """
 
@@ -54,8 +55,8 @@ class LeftToPython:
         self.found: set[str] = set()
 
     def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether the code is left to Python: inside forward-mode differentiation, and an optimizer that has
-        to compute as eager does.
+        """Whether Python runs the code: inside forward-mode differentiation, or because it is an optimizer
+        that must compute as eager does.
 
         Raises:
             CaptureError: in forward mode, if ``strict``.
@@ -68,7 +69,7 @@ class LeftToPython:
         return True
 
     def switched_off(self) -> None:
-        """Note that Dynamo is switched off, so that Python runs all of it."""
+        """Report that Dynamo is disabled, so that Python runs everything."""
         text = f"{self._what} runs eagerly, because Dynamo is switched off"
         self._report.recorded(
             Reason("dynamo-disabled", text, "dynamo", way_out="TORCHDYNAMO_DISABLE=0"), warn=False
@@ -77,7 +78,8 @@ class LeftToPython:
     def failed(self, code: CodeType, error: Exception) -> None:
         """Report code that Dynamo could not convert. Python runs it.
 
-        Raises: what has failed, if ``strict``.
+        Raises:
+            Exception: the error of the conversion, if ``strict``.
         """
         found = user_error_behind(error)
         if self._is_strict:
@@ -86,7 +88,7 @@ class LeftToPython:
         self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
 
     def limited(self, code: CodeType) -> None:
-        """Report code that Dynamo compiles no more, because it has done so too often.
+        """Report code that Dynamo does not compile again, because it has reached the recompile limit.
 
         Raises:
             CaptureError: always, if ``strict``.

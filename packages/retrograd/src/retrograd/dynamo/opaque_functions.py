@@ -1,22 +1,22 @@
-"""Keep what Dynamo would take apart whole: Functions, checkpoints that cannot be repeated, operators.
+"""Keeps calls intact that Dynamo would decompose or trace wrongly: Functions, checkpoints, fused operators.
 
-In: the calls of ``apply`` that Dynamo meets while it traces for a backend that wants eager kept. Out: the
-call as one node of Dynamo's graph, if the Function does the same on each run; else a break of the graph
-around the call, which then runs as eager runs it.
+In: each call of ``apply`` that Dynamo traces for a backend that asks to preserve eager behaviour. Out: one
+node of Dynamo's graph, if the Function does the same in each run; else a graph break around the call, which
+then runs as in eager.
 
 Dynamo traces the backward of a Function once: with all gradients defined, without history, and without the
-engine's checks. What the Function says of itself to autograd (``mark_dirty``, ``set_materialize_grads``),
-what its backward changes, what it reads when it runs, a second derivative and eager's errors are lost by
-that.
+engine's checks. That loses what the Function tells autograd (``mark_dirty``, ``set_materialize_grads``), what
+its backward mutates, what it reads at run time, a second derivative, and eager's errors.
 
-In: the checkpoints that Dynamo meets so. Out: a break of the graph around those that change a tensor in
-place, as a batch norm in training changes its statistics, and around those that draw random numbers without
-``preserve_rng_state``. When eager's backward runs the function once more, it makes the change again, and
-draws other numbers; a graph has one of each.
+In: each checkpoint that Dynamo traces for such a backend. Out: a graph break around those that change a
+tensor in place, such as the statistics of a batch norm in training, and those that draw random numbers
+without ``preserve_rng_state``. When eager's backward runs the function a second time, the function makes the
+change again, and draws other numbers; a graph does both only once.
 
-In: the calls of ``addcdiv``, ``addcmul_`` and the like that Dynamo meets so. Out: one node of its graph for
-each. Products and sums made one after the other round otherwise than the kernel that eager runs. Dynamo means
-to spare a tensor that is given as a number its ``.item()``; such a call is left to it.
+In: each call of ``addcdiv``, ``addcmul_`` and the like that Dynamo traces for such a backend. Out: one node
+of its graph for each. A product and a sum in two operations round differently from the one kernel that eager
+runs. Dynamo decomposes these calls to avoid ``.item()`` on a tensor that is passed as a number. We leave
+calls with such a tensor to Dynamo.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from retrograd.runtime import pytree
 from retrograd.runtime.tensor import storage_of
 from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional
 
-#: what an argument may be besides a tensor: it never changes.
+#: types of arguments that are constants
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def keep_calls_whole() -> None:
-    """From here on, for backends that want eager kept."""
+    """Install the patches. They affect only backends that ask to preserve eager behaviour."""
     handle("torch._dynamo.variables.misc:AutogradFunctionVariable.call_apply", _apply)
     name = "torch._dynamo.variables.higher_order_ops:CheckpointHigherOrderVariable._call_function"
     handle(name, _checkpoint)
@@ -61,7 +61,7 @@ def keep_calls_whole() -> None:
 
 
 def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """What Dynamo makes of ``Function.apply(*args, **kwargs)``."""
+    """Replaces Dynamo's translation of ``Function.apply(*args, **kwargs)``."""
     if not keeps_eager(tx) or not _is_recorded([*args, *kwargs.values()]):
         return original(variable, tx, args, kwargs)
     function = variable.fn_cls
@@ -86,13 +86,13 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
 
 
 def _is_in_function_mode(tx: Any) -> bool:
-    """Whether a function mode of the program's is active; also while it answers a call, without itself."""
+    """Whether a function mode of the program is active, or is answering a call."""
     state = tx.symbolic_torch_function_state
     return state.cur_mode is not None or state.in_torch_function_mode()
 
 
 def _is_recorded(values: Sequence[Any]) -> bool:
-    """Whether autograd, or a functorch transform, sees the call. If not, only its forward counts."""
+    """Whether autograd, or a functorch transform, sees the call. If not, only the forward matters."""
     if torch._C._functorch.maybe_current_level() is not None:
         return True
     return torch.is_grad_enabled() and any(
@@ -121,12 +121,12 @@ def _fake(variable: Any) -> Any:
 
 
 def _sample(variable: Any) -> Any:
-    """An argument as a leaf of its own, still fake."""
+    """An argument as a new leaf, still fake."""
     return sample(_fake(variable)) if variable.is_tensor() else variable.as_python_constant()
 
 
 def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
-    """Run the Function on fake tensors: what speaks against its being one node of a graph."""
+    """Run the Function on fake tensors. Return why it cannot be one node of a graph, or None."""
     mode = next(fake_mode_of(_fake(variable)) for variable in variables if variable.is_tensor())
     assert mode is not None
     refusing = RefusingAsynchronous()
@@ -163,7 +163,8 @@ def _shares_memory(one: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def _guard(variable: Any, reading: PurityAnalysis) -> None:
-    """Have Dynamo trace again when the Function gets other methods, or a name in them another value."""
+    """Have Dynamo trace again if the Function gets other methods, or a name that they use gets another
+    value."""
     for name in ("forward", "backward", "setup_context"):
         if inspect.isfunction(getattr(variable.fn_cls, name)):
             install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CLOSURE_MATCH))
@@ -182,7 +183,7 @@ def _names_hold(reading: PurityAnalysis, builder: Any, guard: Guard) -> None:
 
 
 def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """What Dynamo makes of ``checkpoint(...)``."""
+    """Replaces Dynamo's translation of ``checkpoint(...)``."""
     if _is_in_function_mode(tx) and keeps_eager(tx):
         lost = "A function mode, or a default device, is active. What is inside would be traced without it."
         break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", lost)
@@ -198,7 +199,7 @@ def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any,
 
 
 def _why_not_repeatable(tx: Any) -> str | None:
-    """What the checkpoint that was traced last does otherwise when it runs again; None if nothing."""
+    """Why the checkpoint that was traced last does something else in its second run; None if it does not."""
     graph: fx.Graph = tx.output.current_tracer.graph
     *_, node = graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
     body, *inputs = node.args
@@ -213,7 +214,7 @@ def _why_not_repeatable(tx: Any) -> str | None:
             fx.Interpreter(module).run(*given)
             is_changed = any_changed(given)
     except Exception:
-        return None  # the backend will say what it cannot do
+        return None  # the backend will report what it cannot compile
     if is_changed:
         return "It changes a tensor, and changes it again when the backward computes it once more."
     draws = any(torch.Tag.nondeterministic_seeded in func.tags for func in called)
@@ -230,7 +231,8 @@ _METHOD = "torch._dynamo.variables.tensor:TensorVariable.call_method"
 
 @functools.cache
 def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-    """What Dynamo does with functions that it knows. None puts the call into its graph as it is."""
+    """Replaces Dynamo's table of handlers for known functions. A handler that returns None puts the call into
+    the graph as it is."""
     known, decomposed = original(), [getattr(torch, name) for name in functions("taken_apart")]
 
     def whole(fn: Any, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +242,8 @@ def _handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What Dynamo makes of a method of a tensor. It sets a hook of an input behind the graph."""
+    """Replaces Dynamo's translation of a tensor method. Dynamo registers a hook on a graph input after the
+    graph."""
     if name == "register_hook" and variable.source and not tx.one_graph and keeps_eager(tx):
         hook = getattr(args[0], "fn", None) or getattr(args[0], "code", None)
         if writes_in_place(getattr(hook, "value", hook)):
@@ -254,6 +257,7 @@ def _call_method(original: Any, variable: Any, tx: Any, name: str, args: Any, kw
 
 
 def _is_kept(tx: Any, behind: Any, kwargs: Any, fn: Any = None) -> bool:
-    """Whether no tensor is given as a number; of ``_foreach_lerp_``, that is among the arguments `behind`."""
+    """Whether no tensor is passed as a number, so that the call stays intact. For ``_foreach_lerp_``, that
+    would be one of the arguments `behind`."""
     numbers = [*kwargs.values(), *(behind if fn is torch._foreach_lerp_ else ())]
     return not any(isinstance(number, TensorVariable) for number in numbers) and keeps_eager(tx)

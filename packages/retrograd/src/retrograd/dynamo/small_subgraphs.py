@@ -1,11 +1,10 @@
-"""Pieces of a function between two breaks that are too small to compile.
+"""Finds pieces of a function between two graph breaks that are too small to compile.
 
-In: a graph from Dynamo, as it traced it. Out: how many kernels it takes, if it is such a piece.
+In: a graph from Dynamo, as traced. Out: how many kernels it takes, if it is such a piece.
 
-Where a graph holds one kernel, there is nothing to fuse. Compiled, it would have guards, a node of autograd
-and a recording of its own, which take longer than the kernel. Around an operator that Dynamo leaves to
-Python, functions that call each other have many such pieces: a view before the call, a cast, an addition
-after it.
+A graph with one kernel has nothing to fuse. Compiled, it would have guards, an autograd node and a recording
+of its own, which take longer than the kernel. Functions that call each other have many such pieces around an
+operator that Dynamo leaves to Python: a view before the call, a cast, an addition after it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from retrograd.errors import Escape
 from retrograd.graph.fx import DEPENDS_ON_DATA
 from retrograd.trace import fake_mode_of, mode_among
 
-#: kernels of a piece that is too small.
+#: a piece with at most this many kernels is too small
 MOST_KERNELS = 1
-#: calls of a graph that is looked at: a kernel, and views around it.
+#: we inspect only graphs with at most this many calls: a kernel, and views around it
 _MOST_CALLS = 6
 
 
@@ -35,7 +34,7 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
 
     Args:
         gm: a graph from Dynamo.
-        examples: its inputs, as fakes and symbolic numbers; they stay as they are.
+        examples: its inputs, as fakes and symbolic numbers; they are not changed.
     """
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     if len(calls) > _MOST_CALLS or not _is_piece(gm) or not all(map(_is_of_torch, calls)):
@@ -50,9 +49,9 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
     kernels: list[Any] = []
 
     def see(func: Any, *_: Any) -> None:
-        """Leave before a call that changes something, or makes a size that is not known before, or is one too
+        """Stop before a call that mutates something, computes a data-dependent size, or is one kernel too
         many."""
-        is_query = func.namespace == "prim"  # of a device or a dtype
+        is_query = func.namespace == "prim"  # queries a device or a dtype
         if not is_query and any(one.alias_info is None for one in func._schema.returns):
             kernels.append(func)
         is_more = len(kernels) > MOST_KERNELS
@@ -61,14 +60,14 @@ def kernels_of_small_piece(gm: fx.GraphModule, examples: list[Any]) -> int | Non
 
     try:
         with torch.no_grad(), unguarded, mode, Watch(see):
-            gm.forward(*examples)  # hooks of all modules do not see it
+            gm.forward(*examples)  # global module hooks do not see it
     except Exception:
-        return None  # whoever compiles it finds out why
+        return None  # the compilation will report the error
     return len(kernels)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
-    """Whether the call runs no Python of the user's, as an ``autograd.Function`` does."""
+    """Whether the call runs no Python code of the user. An ``autograd.Function`` does."""
     if not isinstance(node.target, FunctionType):
         return node.op in ("call_method", "call_function")
     module = node.target.__module__ or ""
@@ -76,7 +75,7 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 
 def _is_piece(gm: fx.GraphModule) -> bool:
-    """Whether a break stands before or behind what Dynamo made the graph of."""
+    """Whether there is a graph break before or after the code of the graph."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     stack = getattr(reason, "user_stack", None)
     return bool(why_ended(gm)) or bool(stack and stack[0].name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX))

@@ -1,8 +1,8 @@
-"""A whole training step: forward, backward, hooks and optimizers behind one callable.
+"""Compiles a whole training step: forward, backward, hooks and optimizers behind one callable.
 
-In: a function that makes a training step, and the user's choices. Out: a callable that does the same, with a
-report. Dynamo compiles the Python of the step, so it knows what the step reads and changes. Where the step
-calls ``backward``, Dynamo's graph ends, and the live path runs the backward.
+In: a function that runs a training step, and the user's settings. Out: a callable that does the same, with a
+report. Dynamo compiles the Python of the step, so it knows what the step reads and changes. At a call of
+``backward``, Dynamo's graph ends, and the live path runs the backward.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class StepReport:
 
     Attributes:
         name: of the step.
-        pieces: the graphs from Dynamo, the backwards, and what ran as eager runs it.
+        pieces: the graphs from Dynamo, the backwards, and what ran as in eager.
         left_to_python: what is not traced, because its results would differ from eager's.
-        eager, compiled: how many calls ran eagerly, and how many compiled.
-        aside: why the step runs eagerly from now on; None if it does not.
+        eager: how many calls ran eagerly.
+        compiled: how many calls ran compiled.
+        disabled: why the step runs eagerly from now on; None if it does not.
     """
 
     name: str
@@ -58,12 +59,13 @@ class StepReport:
 
     @property
     def calls(self) -> int:
-        """How many calls there were."""
+        """The number of calls."""
         return self.eager + self.compiled
 
     @property
     def compilations(self) -> int:
-        """How many graphs and backwards were captured. While this grows, the step is not steady."""
+        """How many graphs and backwards were captured, and segments lowered. While this grows, the step is
+        not steady."""
         lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
         return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
 
@@ -75,11 +77,11 @@ class StepReport:
 
 
 class CompiledStep:
-    """A step that compiles itself. `compile_step` makes it.
+    """A step that compiles itself. Made by `compile_step`.
 
     Attributes:
         fn: the step.
-        config: the choices.
+        config: the settings.
     """
 
     @checked(fn=_STEP, config=(Config, "a retrograd.Config"))
@@ -90,7 +92,7 @@ class CompiledStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the report and everything that was compiled."""
+        """Drop the report and all compiled code."""
         pieces = Report(above=process_report)
         watch = LeftToPython(f"the step {self.__name__}", self.config, pieces)
         self._report = StepReport(self.__name__, pieces, watch.found)
@@ -106,7 +108,7 @@ class CompiledStep:
         )
 
     def explain(self) -> StepReport:
-        """How the calls ran, which pieces the step has, and why."""
+        """How the calls ran, and which pieces the step was divided into, with the reasons."""
         return self._report
 
     def __get__(self, owner: Any, cls: type | None = None) -> Any:
@@ -114,7 +116,7 @@ class CompiledStep:
         return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a step.
+        """Run a step.
 
         Raises:
             RetrogradError: a piece cannot be compiled, if ``strict``.
@@ -148,7 +150,7 @@ class CompiledStep:
 
 
 def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..., Any]:
-    """The backend for the graphs of a step. Dynamo never lets go of it, so it must not refer to the step."""
+    """The backend for the graphs of a step. Dynamo never frees it, so it must not refer to the step."""
 
     def compile_graph(gm: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         found = report()
@@ -176,36 +178,37 @@ def compile_step(
     """Compile a training step: forward, backward, hooks and optimizers.
 
     Dynamo compiles the step as ``torch.compile`` does, with our backend for its graphs. The live path runs
-    its backwards. The step may print, log, keep lists, use NumPy, call ``.item()`` or a scheduler. Where
-    Dynamo cannot follow, the step is divided into pieces, and ``step.explain()`` lists them with the reasons.
-    With ``backend="eager"``, parameters, optimizer states, gradients and results equal eager's bit for bit,
-    and torch's optimizers are not compiled. Other backends compile optimizers too.
+    its backwards. The step may print, log, append to lists, use NumPy, and call ``.item()`` or a scheduler.
+    Where Dynamo cannot trace, it divides the step into pieces. ``step.explain()`` lists them with the
+    reasons. With ``backend="eager"``, parameters, optimizer states, gradients and results equal eager's bit
+    for bit, and torch's optimizers are not compiled. Other backends compile optimizers too.
 
     The first call runs eagerly, so that the states of optimizers and lazy modules, and the gradients, exist.
-    A step of less than a second that is slower compiled than eager runs eagerly from then on, and the report
-    says so. Under ``torch.use_deterministic_algorithms`` it stays compiled, and so it does with `cudagraphs`:
-    an eager step, to compare with, needs memory beside that of the recordings.
+    If a step takes less than a second and is slower compiled than eager, it runs eagerly from then on, and
+    the report says so. It stays compiled under ``torch.use_deterministic_algorithms``. It also stays compiled
+    with `cudagraphs`: an eager step, to compare with, would need memory in addition to that of the
+    recordings.
 
     Args:
         step: the function or method; without it, a decorator is returned.
         backend: as in `compiled_autograd`, for all graphs.
         dynamic: as in ``torch.compile``.
-        strict: raise an error where something cannot be compiled, instead of running it eagerly. A break
-            between pieces is no error.
+        strict: raise an error if something cannot be compiled, instead of running it eagerly. A graph break
+            between pieces is not an error.
         recompile_limit: how often one piece is compiled. After that it runs eagerly.
         regions: as in `compiled_autograd`.
         cudagraphs: record what each piece does on a CUDA device, and replay it where that is safe.
         whole_after: as in `Config`, for the calls of each piece.
         compile_timeout: as in `compiled_autograd`, for each piece.
-        stock_dynamo: leave each ``autograd.Function``, and hooks of modules, to Dynamo, which loses part of
-            what they do.
+        stock_dynamo: leave each ``autograd.Function``, and module hooks, to Dynamo, which loses part of what
+            they do.
 
     Returns:
         A `CompiledStep`: called like `step`, with ``explain()`` and ``reset()``.
 
     Raises:
-        OptionError: an option has a value that it cannot have.
-        UnsupportedTorchError: torch does not offer what this stands on.
+        OptionError: an option has an invalid value.
+        UnsupportedTorchError: the installed torch lacks something that we need.
 
     Example:
         >>> @retrograd.compile_step

@@ -1,12 +1,12 @@
-"""The module that ``torch.compile`` returns, where the backend wants eager kept: it keeps all of its hooks.
+"""Preserves the hooks of the module that ``torch.compile`` returns, if the backend asks for eager behaviour.
 
-In: what torch's wrapper does when an attribute is set and when it is copied or pickled. Out: the same, except
-that what ``nn.Module`` keeps for the wrapper itself stays with the wrapper. Torch hands every attribute on to
-the inner module. So it puts the flag for full backward hooks there, leaves the hook with the wrapper, and
-never calls it. A copy of a wrapper has no hooks at all.
+In: attributes that are set on torch's wrapper, and copies and pickles of it. Out: the same, except that
+attributes that ``nn.Module`` stores for the wrapper itself stay on the wrapper. Torch passes every attribute
+on to the inner module. So the flag for full backward hooks goes there, while the hook stays on the wrapper
+and is never called. A copy of a stock wrapper has no hooks at all.
 
-In: a wrapper that compiled code calls. Out: a break of the graph around a call of one that has hooks, and a
-guard that one without hooks gets none. Dynamo itself traces the inner module instead.
+In: a wrapper that compiled code calls. Out: a graph break around the call if the wrapper has hooks, else a
+guard that it gets none. Dynamo itself traces the inner module instead.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch._dynamo.variables.misc import DelayGraphBreakVariable
 from retrograd.dynamo.eager_breaks import HOOKS_OF_A_MODULE, backend_keeps_eager, keeps_eager
 from retrograd.facts.patches import handle
 
-#: says how Dynamo was called. It is a closure, which nobody can pickle.
+#: Describes how Dynamo was called. It is a closure, which cannot be pickled.
 _SETTINGS = "get_compiler_config"
 
 
 def keep_hooks_of_wrappers() -> None:
-    """From here on, for backends that want eager kept."""
+    """Install the patches. They affect only backends that ask to preserve eager behaviour."""
     handle("torch._dynamo.eval_frame:OptimizedModule.__setattr__", _set_attribute)
     handle("torch._dynamo.eval_frame:OptimizedModule.__reduce__", _reduced)
     handle("torch._dynamo.variables.builder:VariableBuilder.wrap_module", _wrap_module)
@@ -56,7 +56,7 @@ def _reduced(original: Callable[..., Any], wrapper: Any) -> Any:
 
 
 def _wrap_module(original: Callable[..., Any], builder: Any, value: nn.Module) -> Any:
-    """What Dynamo makes of a module that it meets."""
+    """Replaces Dynamo's translation of a module."""
     if type(value) is not OptimizedModule or builder.source is None or not keeps_eager(builder.tx):
         return original(builder, value)
     for name in HOOKS_OF_A_MODULE:

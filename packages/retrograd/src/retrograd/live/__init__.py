@@ -1,1 +1,1 @@
-"""The live path: capture, schedule, segments, lowering and running of one backward."""
+"""The live path: captures one backward, schedules, lowers and runs it."""

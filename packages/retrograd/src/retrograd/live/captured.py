@@ -1,7 +1,8 @@
-"""A captured structure and its plans: one per setting and per order in which eager would run it.
+"""A captured structure, with one plan for each setting and each order in which eager would run it.
 
-In: a `BackwardGraph` as captured; the engine's structural cache keeps it. Out: the `Plan` for a backward.
-That cache does not hold sequence numbers, so a structure that is met again may run in another order.
+In: a `BackwardGraph` as captured. The engine's structural cache holds it. Out: the `Plan` for a backward. The
+engine's cache key does not contain sequence numbers, so two backwards of one structure may run in different
+orders.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from retrograd.process import cached_property
 from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.profiler import event
 
-#: two gradients have one sum in floating point; three have more than one.
+#: In floating point, two gradients have one sum; three have several, depending on the order.
 _ASSOCIATIVE = 2
 
-#: how many settings and orders of one structure are remembered.
+#: how many plans we keep for one structure
 KEPT_PLANS = 32
 
 
@@ -47,11 +48,12 @@ class CapturedBackward:
     """One structure.
 
     Attributes:
-        graph: as captured. n_outputs: how many gradients the engine expects back.
-        needs_engine_frame: whether it must run while the engine's call is alive.
-        has_aot_graphs: whether the backward of a compiled function was laid in.
-        has_cpp_functions: whether a C++ function is called that may keep state on its context. The engine
-            hands over a copy of the context: a later backward does not find what this one leaves there.
+        graph: as captured.
+        needs_engine_frame: whether it must run while the engine's call is active.
+        n_outputs: how many gradients the engine expects back.
+        has_aot_graphs: whether it contains the inlined backward of a compiled function.
+        has_cpp_functions: whether it calls a C++ function that may keep state on its context. The engine
+            hands over a copy of the context, so a later backward does not find that state.
     """
 
     def __init__(self, graph: BackwardGraph, backward: LiveBackward) -> None:
@@ -65,20 +67,21 @@ class CapturedBackward:
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._order_is_visible = _order_is_visible(graph)
         self._leaves = leaves_with_buffers(self.graph)
-        #: by setting, order, number of added inputs, and dtypes of gradients.
+        #: by settings, order, number of added inputs, and dtypes of gradients
         self._plans: dict[Hashable, Plan] = {}
 
     def plan(
         self, config: Config, backward: LiveBackward, inputs: Sequence[torch.Tensor] = ()
     ) -> tuple[Plan, bool]:
-        """The plan for `backward`, and whether it was made just now.
+        """The plan for `backward`, and whether it is new.
 
         Args:
-            config: the settings. backward: what is asked.
-            inputs: what the engine collected; nothing while it still captures.
+            config: the settings.
+            backward: the backward to run.
+            inputs: what the engine collected; empty while it still captures.
 
         Raises:
-            LookupError: the live graph is not what the engine walked.
+            LookupError: the live graph is not the one that the engine walked.
         """
         request = backward.request
         asks = self._leaves or request.inputs
@@ -107,8 +110,8 @@ class CapturedBackward:
             return self.graph
 
     def __call__(self, call: Any) -> list[Any]:
-        """Run as captured: stock compiled autograd found our structure in the engine's cache. It does not
-        tell which backward it runs."""
+        """Run as captured. Stock compiled autograd calls this if it finds our structure in the engine's
+        cache. It does not say which backward it runs."""
         unknown = EngineRequest((), (), False, False, accumulate_grad=True)
         return self._as_captured.run(call, LiveBackward(unknown))
 
@@ -119,8 +122,13 @@ class CapturedBackward:
 
 @without_torch_functions
 def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
-    """The engine does not hand over all that eager does: it leaves out the post-accumulate hooks of a leaf
-    that no longer requires grad, and its cache does not know which dtype a leaf asks of its ``.grad``."""
+    """Refuse leaves about which the engine tells us too little. It does not hand over the post-accumulate
+    hooks of a leaf that no longer requires grad, and its cache key does not contain the ``grad_dtype`` of a
+    leaf.
+
+    Raises:
+        Refusal: there is such a leaf.
+    """
     for leaf in (None if node is None else leaf_of(node) for node in nodes):
         if leaf is None:
             continue
@@ -131,8 +139,8 @@ def _refuse_unusual_leaves(nodes: Sequence[Any]) -> None:
 
 
 def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
-    """For an output of a compiled function that the function also uses itself, ``autograd.grad`` in the
-    engine returns what arrives from outside; in eager, the whole gradient."""
+    """Return the full gradient for a requested output of a compiled function that the function also uses
+    itself, as eager does. ``autograd.grad`` in the engine returns only what arrives from outside."""
     if not graph.inlined or not backward.request.inputs:
         return
     index = {node: i for i, node in enumerate(backward.node_calls)}
@@ -145,7 +153,7 @@ def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
 
 
 def _order_is_visible(backward: BackwardGraph) -> bool:
-    """Whether the order in which the nodes ran can be observed: by user code or by the rounding of a sum."""
+    """Whether user code, or the rounding of a sum, can observe the order in which the nodes ran."""
     return any(
         not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
         or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
@@ -154,7 +162,8 @@ def _order_is_visible(backward: BackwardGraph) -> bool:
 
 
 def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGraph:
-    """Name the user's lines where torch knows them; `nodes` are the autograd nodes by node-call index."""
+    """Attach the user's source lines where torch knows them. `nodes` are the autograd nodes by node-call
+    index."""
     lines = ["" if node is None else forward_line(node) for node in nodes]
     if not any(lines):
         return backward
@@ -166,13 +175,17 @@ def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGrap
 
 
 def _steps(graph: BackwardGraph, backward: LiveBackward) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """The steps of nodes that stand for many of eager's, by their places in the live graph."""
+    """The steps of live nodes that each replace many of eager's, by index in the live graph."""
     inlined = {backward.walk[index]: inlined.steps for index, inlined in graph.inlined.items()}
     return {i: steps_in_turns(node.handle) for i, node in enumerate(backward.graph.nodes)} | inlined
 
 
 def _positions(graph: BackwardGraph, backward: LiveBackward) -> dict[tuple[int, int], int]:
-    """For each node call and each of its steps, its place in eager's order."""
+    """For each node call and each of its steps, its position in eager's order.
+
+    Raises:
+        LookupError: the live graph is not the one that the engine walked.
+    """
     live, walk = backward.graph, backward.walk
     for call, i in zip(graph.node_calls, walk, strict=False):
         if i != ROOT and call.name and call.name != live.nodes[i].name:
@@ -209,7 +222,7 @@ def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:
 
 
 def _hooks_only_for(backward: BackwardGraph, dropped: tuple[fx.Node | None, ...]) -> set[fx.Node]:
-    """Hooks on the dropped gradients, which belong to node calls that execute nothing."""
+    """Hooks on the dropped gradients that belong to node calls that execute nothing."""
     executed = {c.node_call for _, c in backward.calls() if c.kind.is_node or c.kind is CallKind.ATEN}
     hooks: set[fx.Node] = set()
     for output in dropped:

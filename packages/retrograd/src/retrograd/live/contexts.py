@@ -1,14 +1,16 @@
-"""Which session runs a backward: that of the innermost context of this thread, else the process-wide one,
-else that of the callable of ``retrograd.compile`` from which it comes.
+"""Finds the session that runs a backward.
+
+A backward belongs to the session of the innermost context of its thread. If there is none, it belongs to the
+process-wide session, else to that of the ``retrograd.compile`` callable from which it comes.
 
 In: contexts that are entered and left, the process-wide setting, and the outputs of compiled callables. Out:
-`run_backward`, which answers torch's gateway. Contexts are kept in a ``ContextVar``: each thread and each
-asyncio task has its own, and a task made inside a context inherits it for as long as the context is open.
+`run_backward`, which handles calls at torch's gateway. Contexts live in a ``ContextVar``: each thread and
+each asyncio task has its own. A task made inside a context inherits it while the context is open.
 
-The outputs of a compiled callable are marked on their autograd nodes, where the mark lives as long as they
-do. A backward belongs to the callable whose mark is met first below its roots. So ``retrograd.compile``
-compiles a backward that runs long after the call, in any thread, without a setting for the whole process:
-backwards that meet no mark run as if nothing were there.
+We mark the autograd nodes of a compiled callable's outputs; the mark lives as long as the node. A backward
+belongs to the callable whose mark comes first below its roots. So ``retrograd.compile`` compiles a backward
+that runs long after the call, in any thread, without a setting for the whole process. A backward that meets
+no mark runs on the stock engine.
 """
 
 from __future__ import annotations
@@ -49,17 +51,18 @@ from retrograd.runtime.modes import compile_stance, without_torch_functions
 
 @dataclass(eq=False, slots=True)
 class _EnteredContext:
-    """One time that a session was switched on; `stock` is the stock compiler that was on already."""
+    """One activation of a session. `stock` is the stock compiler that was already active."""
 
     owner: object
     session: Session
     stock: Any = field(default_factory=installed_compiler)
 
 
-#: those that are open, on all threads.
+#: the open contexts of all threads
 _open: set[_EnteredContext] = set()
 
-#: what this thread or task has entered, innermost last. An entry that was closed elsewhere may still be here.
+#: What this thread or task has entered, innermost last. It may still hold an entry that another thread or
+#: task has closed.
 _entered: ContextVar[tuple[_EnteredContext, ...]] = ContextVar("retrograd_entered", default=())
 
 
@@ -72,15 +75,19 @@ restore_after_errors(_entered.get, _put_entries_back)
 
 
 def enter(owner: object, session: Session) -> None:
-    """From now on backwards of this thread belong to `session`."""
+    """From now on, backwards of this thread belong to `session`."""
     open_gateway()
     entry = _EnteredContext(owner, session)
     _entered.set((*_open_entries(), entry))
-    _open.add(entry)  # last: what is open was entered, whenever an error comes
+    _open.add(entry)  # last, so that every open entry is also in `_entered` if an error interrupts us
 
 
 def leave(owner: object) -> None:
-    """End what `owner` entered last; contexts that others have entered since stay open."""
+    """Close the context that `owner` entered last. Contexts that others have entered since stay open.
+
+    Raises:
+        ContextError: `owner` has no open context.
+    """
     entries = _open_entries()
     last = next((entry for entry in reversed(entries) if entry.owner is owner), None)
     if last is None:
@@ -95,12 +102,12 @@ def _open_entries() -> tuple[_EnteredContext, ...]:
     return tuple(entry for entry in _entered.get() if entry in _open)
 
 
-#: what holds where no context is open, on all threads.
+#: applies on all threads where no context is open
 _process_wide: _EnteredContext | None = None
 
 
 def set_process_wide(session: Session | None) -> None:
-    """Set or replace the process-wide session; None switches off."""
+    """Set or replace the process-wide session; None removes it."""
     global _process_wide
     if session is not None:
         open_gateway()
@@ -109,12 +116,12 @@ def set_process_wide(session: Session | None) -> None:
 
 # backwards of compiled callables
 
-#: the sessions of callables that are alive. Backwards that meet their marks belong to them.
+#: The sessions of live callables. A backward that meets the mark of one of them belongs to it.
 living: set[Session] = set()
 
 
 class _Mark:
-    """What the outputs of one call of a compiled callable have in common."""
+    """Shared by the outputs of one call of a compiled callable."""
 
     __slots__ = ("__weakref__", "session")
 
@@ -124,13 +131,13 @@ class _Mark:
 
 _MARK = "retrograd.session"
 
-#: those on nodes that are alive. Without any, no graph is searched.
+#: Marks on live nodes. If there are none, we search no graph.
 _marks: weakref.WeakSet[_Mark] = weakref.WeakSet()
 
 
 @without_torch_functions
 def claim(outputs: Any, session: Session) -> None:
-    """Leave the mark of `session` on the nodes of all tensors in `outputs`, unless they have one."""
+    """Mark the nodes of all tensors in `outputs` with `session`, unless they have a mark."""
     mark = _Mark(session)
     _marks.add(mark)
     for output in _leaves_of(outputs):
@@ -140,7 +147,7 @@ def claim(outputs: Any, session: Session) -> None:
 
 
 def _leaves_of(outputs: Any) -> Iterable[Any]:
-    """What is in `outputs`; of what most models give it is told without a pytree, which takes longer."""
+    """The values in `outputs`. We flatten the common shapes without pytree, which is slower."""
     if isinstance(outputs, torch.Tensor):
         return (outputs,)
     values = [*outputs.values()] if isinstance(outputs, dict) else outputs
@@ -155,7 +162,7 @@ def run_backward(
     stock_run: Any, tensors: Any, grad_tensors: Any, keep_graph: bool, create_graph: bool, inputs: Any = (),
     *flags: bool, **named: bool,
 ) -> Grads:  # fmt: skip
-    """Answers ``torch.autograd.graph._engine_run_backward``."""
+    """Replaces ``torch.autograd.graph._engine_run_backward``."""
     wanted = tuple(inputs or ())
     request = EngineRequest(
         tuple(tensors), tuple(grad_tensors), keep_graph, create_graph, wanted, *flags, **named
@@ -168,14 +175,14 @@ def _run_backward(request: EngineRequest) -> Grads:
     entry = next((entry for entry in reversed(_entered.get()) if entry in _open), None) or _process_wide
     stock = installed_compiler()
     if stock is None and entry is not None and plans_under_way() > MOST_NESTED:
-        # With as few Python frames of ours as possible: eager has room for 60 levels here.
+        # Use as few Python frames of ours as possible: eager nests up to 60 levels here.
         entry.session.refuse(TOO_DEEP)
         grads = run_stock(request)
         entry.session.note(TOO_DEEP)
         return grads
     if stock is None:
         return _run(entry or _claimed(request), request)
-    if entry is None or stock is not entry.stock:  # it was switched on inside our context, or there is none
+    if entry is None or stock is not entry.stock:  # entered inside our context, or there is none
         leave_engine_cache_to_stock()
         return _run(None, request)
     with stock_compiler_off():
@@ -183,7 +190,7 @@ def _run_backward(request: EngineRequest) -> Grads:
 
 
 def _claimed(request: EngineRequest) -> _EnteredContext | None:
-    """The callable to which a backward belongs; None if it meets no mark of a living one."""
+    """The callable that a backward belongs to; None if the backward meets no mark of a live one."""
     if not _marks:
         return None
     for node in nodes_below(map(edge_of, request.tensors)):
@@ -204,7 +211,7 @@ def _run(entry: _EnteredContext | None, request: EngineRequest) -> Grads:
 
 @functools.cache
 def open_gateway() -> None:
-    """From now on every backward of this process passes through `run_backward`."""
+    """From now on, every backward of this process passes through `run_backward`."""
     for gateway in GATEWAYS:
         handle(gateway, run_backward)
     answer_queries()

@@ -1,7 +1,6 @@
-"""One backward, from the gateway to its gradients: decide, collect, plan, run, or fall back with a reason.
+"""Runs one backward: collect and plan it and run the plan, or fall back to the stock engine with a reason.
 
-In: an `EngineRequest`, given to the `Session` that it belongs to (see `contexts`). Out: what torch's engine
-would return.
+In: an `EngineRequest`. `contexts` says which `Session` it belongs to. Out: what torch's engine would return.
 """
 
 from __future__ import annotations
@@ -46,18 +45,19 @@ from retrograd.specialize.profitability import Pace
 Grads = tuple[torch.Tensor | None, ...]
 _Paces = dict[Hashable, Pace]
 
-#: by configuration and place.
+#: profitability measurements, by configuration and place in the program
 _paces = Recent[_Paces](64)
-#: for this many kinds of backwards it is decided whether they are worth compiling; others are compiled.
+#: We measure whether compiling pays for this many kinds of backwards. Further kinds are always compiled.
 KEPT_PACES = 64
 
-#: so many nodes beside a compiled forward's cannot be compiled together.
+#: A backward with at most this many nodes outside a compiled forward's backward is not worth capturing.
 TOO_FEW = 1
 
-#: after this many new structures nothing repeats; each is paid back by this many backwards of a known one.
+#: Give up capturing after this many new structures. This many backwards of a known structure cancel one new
+#: one.
 MOST_NEW, PAYS_BACK = 12, 8
 
-#: then the graph of one backward in this many is looked at, at first; and this many graphs are remembered.
+#: After giving up, inspect the graph of one backward in this many at first, and remember this many graphs.
 LOOKS, LOOKS_KEPT = 16, 32
 
 
@@ -69,9 +69,10 @@ class Session:
 
     Args:
         config: its settings.
-        report: is told everything.
-        is_paced: whether small backwards that are slower compiled than eager are to run eagerly.
-        place: in the program. Each step may make a session there: they share what they measure.
+        report: receives everything that happens.
+        is_paced: whether small backwards run eagerly if they are slower compiled than eager.
+        place: the place in the program. Sessions that are made there share their measurements: each step may
+            make a new one.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Session:
         if paced:
             self._paces = {} if place is None else _paces.get((config, place), dict)[0]
         self._repetition = _Repetition()
-        #: what the report has of each plan.
+        #: the report's entry for each plan
         self._entries: WeakKeyDictionary[Plan, BackwardReport] = WeakKeyDictionary()
 
     def run(self, asked: EngineRequest) -> Grads:
@@ -109,8 +110,8 @@ class Session:
             return self._run(asked) if is_compiled else run_stock(asked)
 
     def _pace_of(self, asked: EngineRequest) -> Pace | None:
-        """What measures backwards like this one; None if nothing does. Two backwards are alike if they begin
-        alike: the engine has not walked their graphs yet."""
+        """The profitability measurement for backwards like this one, or None if there is none. The engine has
+        not walked their graphs yet, so two backwards count as alike if their roots look alike."""
         if self._paces is None or plans_under_way():
             return None
         names = beginning_of(asked)
@@ -135,7 +136,7 @@ class Session:
 
         def finished(graph: BackwardGraph, backward: LiveBackward) -> CapturedBackward:
             captured = CapturedBackward(graph, backward)
-            # Laid out now, while a failure can still go to the stock engine.
+            # Plan now, while a failure can still fall back to the stock engine.
             self._plan(captured, backward)
             return captured
 
@@ -164,18 +165,19 @@ class Session:
         return plan
 
     def _note_run(self, plan: Plan) -> None:
-        """A plan is about to run here."""
+        """Record that this session is about to run a plan."""
         entry = self._entries[plan]
         if entry is plan.report:
             return
         if not entry.runs:
-            for reason in plan.given_up():  # in an earlier context
+            for reason in plan.given_up():  # they gave up in an earlier context
                 tell(reason, INTERPRETED_PART)
         entry.runs += 1
 
     def _run_collected(self, call: Collected, backward: LiveBackward) -> Grads:
         captured, request = call.artifact, backward.request
-        if request.keep_graph and captured.has_cpp_functions:  # the stock engine still can, as it is kept
+        # the graph is retained, so the stock engine still can
+        if request.keep_graph and captured.has_cpp_functions:
             return self._fall_back(backward.asked, _NO_STATE)
         plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
@@ -189,8 +191,8 @@ class Session:
             with event("retrograd.run", plan.log.compile_id), in_order:
                 results.append(tuple(answering(backward, plan.run, call, backward)))
 
-        # Torch hands a warning to Python only inside a backward of its own: that of an operation which is not
-        # deterministic (mode 1).
+        # Torch passes a warning to Python only inside a backward of its own. In deterministic mode 1,
+        # operations that are not deterministic warn.
         with told_to(self._report):
             if plan.runs_user_code or torch.get_deterministic_debug_mode() == 1:
                 run_in_graph_task(body, request)
@@ -204,30 +206,35 @@ class Session:
     def _fall_back(self, request: EngineRequest, reason: Reason, error: Exception | None = None) -> Grads:
         self.refuse(reason, error)
         grads = run_stock(request)
-        # Only a backward that eager can run is a fallback: an error of the user's is none.
+        # Count a fallback only if eager can run the backward: an error of the user's is not one.
         self.note(reason)
         return grads
 
     def refuse(self, reason: Reason, error: Exception | None = None) -> None:
-        """In strict mode, raise."""
+        """Reject a fallback in strict mode.
+
+        Raises:
+            CaptureError: in strict mode.
+        """
         if self.config.strict:
             raise CaptureError(reason) from error
 
     def leave_to_transform(self) -> None:
-        """``torch.func`` differentiates tensors of its own by a backward that is part of the transform."""
+        """Report that ``torch.func`` runs this backward itself: its tensors are differentiated as part of the
+        transform."""
         self._report.recorded(_TRANSFORM, warn=False)
 
     def note(self, reason: Reason) -> None:
-        """A backward has run on the stock engine."""
+        """Report that a backward has run on the stock engine."""
         self._report.fell_back(reason, "a backward ran on the stock engine")
 
 
 class _Repetition:
-    """Counts the new structures of one session, to say whether the next backward is worth capturing.
+    """Counts the new structures of one session, to decide whether the next backward is worth capturing.
 
-    Capturing a backward takes as long as ten or twenty backwards take in the stock engine. So a program whose
-    graph is different at each step (a mixture of experts) is left to the engine. From time to time its graph
-    is looked at, and once a graph comes back, backwards are captured again.
+    Capturing takes as long as ten or twenty backwards in the stock engine. So if a program has a different
+    graph in each step (a mixture of experts), we leave it to the engine. We inspect its graph from time to
+    time, and capture backwards again once a graph recurs.
     """
 
     def __init__(self) -> None:
@@ -238,7 +245,7 @@ class _Repetition:
         self._seen: deque[int] = deque(maxlen=LOOKS_KEPT)
 
     def runs(self, plan: Plan) -> None:
-        """A plan is about to run."""
+        """Count a plan that is about to run."""
         if plan.report.runs:
             self._spent = max(0, self._spent - 1)
             return
@@ -246,13 +253,13 @@ class _Repetition:
         if self._spent + PAYS_BACK > MOST_NEW * PAYS_BACK and self._last is not None:
             text = f"of the last backwards, {MOST_NEW} or more had a new structure"
             text = f"{text}: {first_difference(self._last, graph)}"
-            plan.postpone(text)  # compiled only if it is met again
+            plan.postpone(text)  # compile it only if it recurs
             self._reason = _reason("nothing-repeats", text)
         self._last = graph
         self._spent = min(self._spent + PAYS_BACK, MOST_NEW * PAYS_BACK)
 
     def why_not(self, request: EngineRequest) -> Reason | None:
-        """Why `request` is not worth capturing; None if structures repeat, as far as is known."""
+        """Why `request` is not worth capturing; None if structures repeat as far as we know."""
         reason = self._reason
         if reason is None:
             return None
@@ -263,7 +270,7 @@ class _Repetition:
         if names not in self._seen:
             self._seen.append(names)
             return reason
-        # If that was an error, the next time is far off.
+        # Wait longer before the next inspection, in case this was a mistake.
         self._reason = self._last = None
         self._spent, self._looks = 0, self._looks * LOOKS
         self._seen.clear()
@@ -271,7 +278,8 @@ class _Repetition:
 
 
 def _checked(request: EngineRequest, grads: Grads) -> Grads:
-    """For ``autograd.grad``: the gradients, or eager's error for an input that was not reached."""
+    """For ``autograd.grad``: return the gradients, or raise eager's error for an input that was not
+    reached."""
     if request.accumulate_grad:
         return ()
     grads = grads[: len(request.inputs)]
@@ -282,8 +290,8 @@ def _checked(request: EngineRequest, grads: Grads) -> Grads:
 
 
 def _raise_unreached(position: int) -> None:
-    """Raise what ``autograd.grad`` raises in the installed torch when input number `position` is the first
-    one that is not reached."""
+    """Raise what ``autograd.grad`` of the installed torch raises if input number `position` is the first
+    unreached one."""
     with torch.enable_grad():
         reached = torch.zeros((), requires_grad=True)
         root = reached.clone()
@@ -303,7 +311,7 @@ def _reason(code: str, text: str) -> Reason:
 
 
 def _reason_of(error: Exception) -> Reason:
-    """Why a capture that raised is not used."""
+    """The reason for a capture that raised."""
     if isinstance(error, CaptureError):
         return error.reason
     if isinstance(error, Refusal):
@@ -356,8 +364,8 @@ _NO_STATE = _reason(
     "a C++ function that is not traceable may keep state for the next backward of the retained graph",
 )
 
-#: in how many running plans of its thread a backward may be nested. Eager nests 60 deep before it goes on
-#: with a fresh stack on another thread. A plan takes 19 of Python's 1000 frames where eager takes 4.
+#: In how many running plans of its thread a backward may be nested. Eager nests 60 deep, then continues on
+#: another thread with a fresh stack. A plan takes 19 of Python's 1000 frames where eager takes 4.
 MOST_NESTED = 4
 
 TOO_DEEP = _reason(

@@ -1,1 +1,1 @@
-"""The typed calls of a `BackwardGraph`: what each one does when it is run. Without user code, and with it."""
+"""The functions that a `BackwardGraph` calls, without user code (`gradients`) and with it (`user_code`)."""

@@ -1,10 +1,10 @@
-"""Calls without user code: nodes, operations of a compiled function's own graph, sums, and ``.grad``.
+"""The calls that run no user code: built-in nodes, ATen ops of a compiled function, sums, and ``.grad``.
 
-In: ``(grads, *saved)`` for a node, the gradient of a view's base for ``CopySlices``, values for an operation.
+In: ``(grads, *saved)`` for a node; the gradient of a view's base for ``CopySlices``; values for an ATen op.
 Out: gradients.
 
-In: gradients (None is undefined). Out: their sum, or the ``.grad`` of one leaf or of many: this is the one
-place that writes it. The rules are those of ``InputBuffer::add`` (``input_buffer.cpp``) and
+In: gradients, where None means undefined. Out: their sum, or the ``.grad`` of one or many leaves. No other
+file writes ``.grad``. The rules are those of ``InputBuffer::add`` (``input_buffer.cpp``) and
 ``AccumulateGrad::accumulateGrad`` (``accumulate_grad.h``) in ``torch/csrc/autograd``.
 """
 
@@ -34,8 +34,8 @@ from retrograd.runtime.tensor import (
 )
 from retrograd.trace import InputGuard
 
-#: references to a gradient that may be stolen: a local variable, and `getrefcount`'s argument. The rule is
-#: ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
+#: A gradient may be stolen if it has no more references than these: a local variable and the argument of
+#: `getrefcount`. The rule is ``is_tensor_stealable`` in ``torch/csrc/autograd/variable.h``.
 _OWN_REFERENCES = 2
 
 
@@ -47,8 +47,8 @@ Geometry = tuple[Sequence[int], Sequence[int], int]
 
 @without_torch_functions
 def sum_gradients(*grads: Grad) -> Grad:
-    """The sum in the order given; undefined gradients count for nothing. Sparse ones are added to dense
-    ones, never the other way round."""
+    """Add the gradients in the order given, and skip undefined ones. A sparse gradient is added to a dense
+    one, never the other way round."""
     total: Grad = None
     for grad in grads:
         if total is None or grad is None:
@@ -61,15 +61,17 @@ def sum_gradients(*grads: Grad) -> Grad:
 
 
 def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_hooks: bool = False) -> None:
-    """Write a gradient into ``variable.grad`` with eager's rules: steal it, or add it to one that is surely
-    laid out as it should be; everything else is done by torch's own node.
+    """Write a gradient into ``variable.grad`` by eager's rules.
+
+    We steal the gradient, or add it in place to a ``.grad`` that obeys the layout contract. In all other
+    cases torch's own AccumulateGrad node does the work.
 
     Args:
         variable: a leaf.
-        box: the gradient. It is taken out of the list, so that only this function refers to it: a gradient
-            with another reference is copied, not stolen.
-        kept_for_post_hooks: whether the plan refers to the gradient too, to show it to the node's post hooks.
-            Eager does the same, and steals it nevertheless.
+        box: a list that holds the gradient. We take it out, so that only this function refers to it: a
+            gradient with another reference is copied instead of stolen.
+        kept_for_post_hooks: whether the plan holds another reference, to show the gradient to the node's post
+            hooks. Eager holds one too, and still steals the gradient.
     """
     grad = box.pop()
     if grad is None or not variable.requires_grad:
@@ -79,14 +81,14 @@ def accumulate_quietly(variable: torch.Tensor, box: list[Grad], kept_for_post_ho
         grad = grad.to(asked)
     existing = grad_of(variable)
     if existing is None:
-        # Asked here, not in a function of its own: a call to Python holds one more reference where Dynamo's
-        # evaluation of frames is installed.
+        # Checked inline: where Dynamo's frame evaluation is installed, a call of a Python function holds one
+        # more reference.
         others = getrefcount(grad) - _OWN_REFERENCES - int(kept_for_post_hooks)
         is_ours = others <= 0 and grad._use_count() <= 1  # type: ignore[attr-defined]
         if is_ours and not torch.is_grad_enabled() and _take_over(variable, grad):
             return
         if not is_ours and not torch.is_grad_enabled():
-            grad = grad.clone()  # torch's node counts references, and expects one more for each kind of hook
+            grad = grad.clone()  # torch's node allows one more reference for each kind of hook
     elif not torch.is_grad_enabled() and _is_laid_out(existing, variable):
         existing += grad
         return
@@ -98,18 +100,18 @@ accumulate_grad.__name__ = accumulate_grad.__qualname__ = "accumulate_grad"
 
 
 def _is_laid_out(total: torch.Tensor, variable: torch.Tensor) -> bool:
-    """Whether a dense ``.grad`` has the layout that it owes, so that torch gives no warning."""
+    """Whether a dense ``.grad`` obeys the layout contract, so that torch does not warn."""
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (total, variable)):
         return False
     strides = total.stride()
-    if variable.is_contiguous() and strides == variable.stride():  # the common case, quickly
+    if variable.is_contiguous() and strides == variable.stride():  # fast path for the common case
         return 0 not in strides
     return obeys_layout_contract(total, variable)
 
 
 def _take_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
-    """Make a gradient without other owners the ``.grad``; whether eager does so too. Python refuses one whose
-    size, dtype or layout differs from the leaf's; eager's C++ does not."""
+    """Steal a gradient that has no other owner, if eager would. Return whether it was stolen. Python's setter
+    refuses a gradient whose size, dtype or layout differs from the leaf's; eager's C++ does not."""
     taken = grad.detach() if _may_be_taken_over(variable, grad) else None
     if taken is None and grad.is_sparse:
         indices, values = grad._indices(), grad._values()
@@ -135,27 +137,27 @@ def _may_be_taken_over(variable: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 class Accumulator:
-    """Accumulations that follow one another in a plan, with no user code between them.
+    """Consecutive accumulations of a plan, with no user code between them.
 
-    Plain cases are decided here with few calls into torch, and additions are made by one ``_foreach_add_``.
-    Everything else is left to `accumulate_grad`. What was plain is remembered: one guard in C++ then says
-    that it still is.
+    Plain cases are decided here with few calls into torch, and one ``_foreach_add_`` makes all additions.
+    `accumulate_grad` handles all other cases. Once a set of pairs was plain, one C++ guard checks that it
+    still is.
     """
 
     def __init__(self) -> None:
         self._pairs: InputGuard | None = None
         self._totals: InputGuard | None = None
-        #: whether each pair of leaf and gradient is plain, as long as `_pairs` holds.
+        #: Whether each pair of leaf and gradient is plain. Valid while the guard `_pairs` holds.
         self._fitting: list[bool] = []
         self._has_run = False
 
     def __call__(self, variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
-        """Write ``.grad`` of each of `variables` with eager's rules.
+        """Write ``.grad`` of each of `variables` by eager's rules.
 
         Args:
             variables: leaves.
-            grads: one gradient each. The list is emptied, so that a gradient with no other reference may be
-                stolen.
+            grads: one gradient for each leaf. The list is emptied, so that a gradient with no other reference
+                can be stolen.
         """
         with torch_functions_off():
             is_plain = self._has_run and not torch.is_grad_enabled() and is_layout_enforced()
@@ -166,7 +168,8 @@ class Accumulator:
                 _one_by_one(variables, grads)
 
     def _are_as_before(self, variables: Sequence[torch.Tensor], grads: Sequence[Grad]) -> bool:
-        """Whether it is known which pairs are plain: the gradient has the layout that its ``.grad`` owes."""
+        """Whether `_fitting` is valid for these pairs. A pair is plain if the gradient has the layout that
+        the contract asks of its ``.grad``."""
         if not all(variable.grad_dtype is variable.dtype for variable in variables):
             return False
         if self._pairs is not None and self._pairs.check(self._fitting_of(variables, grads)):
@@ -204,7 +207,8 @@ class Accumulator:
             _one_by_one(variables, grads)
 
     def _can_be_added_to(self, totals: Sequence[Grad], variables: Sequence[torch.Tensor]) -> bool:
-        """Whether all are plain, and have the layout that they owe: torch gives no warning then."""
+        """Whether all ``.grad`` tensors are plain and obey the layout contract, so that torch does not
+        warn."""
         if self._totals is not None and self._totals.check(totals):
             return True
         if not all(map(_fits, totals, variables)) or any(map(_is_lazy_or_inference, totals)):
@@ -220,7 +224,7 @@ def _one_by_one(variables: Sequence[torch.Tensor], grads: list[Grad]) -> None:
 
 
 def _fits(grad: Grad, variable: torch.Tensor) -> bool:
-    """Whether a plain gradient has the sizes, dtype and layout that its plain leaf asks for."""
+    """Whether a plain gradient has the size, dtype and layout that its plain leaf asks for."""
     if type(grad) is not torch.Tensor or type(variable) not in PLAIN_CLASSES or not variable.requires_grad:
         return False
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (grad, variable)):
@@ -235,12 +239,14 @@ def _fits(grad: Grad, variable: torch.Tensor) -> bool:
 
 
 def _is_lazy_or_inference(tensor: Grad) -> bool:
-    """Whether it is the conjugate or the negative of what is in its memory, or must not be changed."""
+    """Whether the tensor has a lazy conjugate or negative bit, or is an inference tensor, which must not be
+    changed."""
     return tensor is not None and (is_lazy(tensor) or tensor.is_inference())
 
 
 def _are_disjoint(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
-    """Whether no two share memory: devices other than the CPU may add them at the same time."""
+    """Whether no two tensors share memory. Always True on the CPU: only other devices may run the additions
+    of one call concurrently."""
     tensors = [tensor for tensor in (*totals, *grads) if tensor is not None]
     if all(tensor.is_cpu for tensor in tensors):
         return True
@@ -252,11 +258,11 @@ def _are_disjoint(totals: Sequence[Grad], grads: Sequence[Grad]) -> bool:
 
 
 class NodeFunction(functools.partial[Any]):
-    """A function under the name of a node: the closure that the engine gave for it, or one of ours. It is
-    called from C.
+    """A function that carries the name of a node: the engine's closure for that node, or one of ours. It is a
+    ``partial``, so that the call happens in C.
 
     Attributes:
-        structure_key: equal for two that compute the same, and name the same node in their errors.
+        structure_key: two functions with equal keys compute the same and name the same node in their errors.
     """
 
     __name__: str
@@ -264,7 +270,7 @@ class NodeFunction(functools.partial[Any]):
     structure_key: tuple[Hashable, ...]
 
     def __new__(cls, name: str, fn: Callable[..., Any], key: tuple[Hashable, ...] | None = None) -> Self:
-        """Name the function; it is compared by `key`, by default by its name and itself."""
+        """Name the function. Functions are compared by `key`, which defaults to the function and its name."""
         self = super().__new__(cls, of_its_pieces(fn) if name in SPLIT else fn)
         self.__name__ = self.__qualname__ = name
         self.__module__ = "autograd"
@@ -278,19 +284,19 @@ class NodeFunction(functools.partial[Any]):
 class OutputCheck(NodeFunction):
     """Checks the gradients that a node returned against what their consumers expect, and converts them."""
 
-    #: how the closure begins an error. It does not know the node, which eager names.
+    #: The prefix of the closure's errors. The closure does not know the node, which eager's error names.
     _NAMELESS = "[Compiled Autograd Tracing:]"
 
     _node: str
 
     def __new__(cls, fn: Callable[..., Any], node: str) -> Self:
-        """Name the engine's closure `fn`, and the node, for its error."""
+        """Wrap the engine's closure `fn`. `node` is the node's name, for the error text."""
         self = super().__new__(cls, "validate_outputs", fn, (fn, node))
         self._node = node
         return self
 
     def __call__(self, grads: Sequence[Any], *saved: Any) -> Sequence[Any]:
-        """The gradients as their consumers take them.
+        """Return the gradients, converted to what their consumers expect.
 
         Raises:
             RuntimeError: a gradient does not fit; the text is eager's.
@@ -307,11 +313,12 @@ class OutputCheck(NodeFunction):
 
 
 class RememberingCheck:
-    """An `OutputCheck` in a plan that runs again: where gradients are like those that it returned as they
-    were, one guard in C++ says so.
+    """An `OutputCheck` for a plan that runs repeatedly. Once the check has returned gradients unchanged, one
+    C++ guard recognises gradients with equal metadata, and the check is skipped.
 
     Args:
-        check: the check. saved: its other arguments, the same in each run.
+        check: the check.
+        saved: its other arguments, which are the same in each run.
     """
 
     def __init__(self, check: OutputCheck, saved: Sequence[Any]) -> None:
@@ -320,11 +327,11 @@ class RememberingCheck:
         self._has_run = False
 
     def __call__(self, grads: Sequence[Any]) -> Sequence[Any]:
-        """The gradients as their consumers take them."""
+        """Return the gradients, converted to what their consumers expect."""
         if self._passed is not None and self._passed.check(grads):
             return grads
         results = self._check(grads, *self._saved)
-        if not self._has_run:  # a guard takes longer than the check: many plans run only once
+        if not self._has_run:  # building a guard costs more than a check; many plans run once
             self._has_run = True
             return results
         kept = [type(grad) is torch.Tensor or grad is None for grad in grads]
@@ -333,14 +340,15 @@ class RememberingCheck:
         return results
 
 
-# nodes whose number of inputs depends on a size, which the engine's key for a structure does not hold
+# nodes whose number of gradients depends on a size that is not part of the engine's cache key
 
 UNBOUND = ("UnbindBackward0", "UnbindBackward0_copy")
 SPLIT = ("SplitBackward0", "SplitBackward0_copy", "UnsafeSplitBackward0")
 
 
 def of_its_pieces(split: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a split, given as many gradients as the forward of this call had pieces."""
+    """Wrap the backward of a split, so that it receives one gradient for each piece of the current
+    forward."""
 
     def run(grads: Sequence[Grad], needs: Any, dim: int, kind: Any, sizes: Sequence[int], each: int) -> Any:
         count = max(1, int(-(-sizes[dim] // each))) if each else 1
@@ -350,8 +358,8 @@ def of_its_pieces(split: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_long(grad: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """What a backward of `unbind` returned for another number of pieces, none of which is used that `sizes`
-    does not have."""
+    """Fit to `sizes` the gradient from a backward of `unbind` that was made for another number of pieces: cut
+    off extra pieces, which nothing uses, or append zeros."""
     for dim, (size, wanted) in enumerate(zip(grad.shape, sizes, strict=True)):
         if size > wanted:
             return grad.narrow(dim, 0, wanted)
@@ -361,17 +369,18 @@ def _as_long(grad: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return grad
 
 
-# the gradient of an in-place operation on a view: what stands around the operation's own backward. The rule
-# is ``CopySlices::apply_impl`` in ``torch/csrc/autograd/functions/tensor.cpp``.
+# The gradient of an in-place operation on a view: what runs before and after the operation's own backward. It
+# follows ``CopySlices::apply_impl`` in ``torch/csrc/autograd/functions/tensor.cpp``.
 
 
 @without_torch_functions
 def prologue(grad: Grad, base: Geometry, view: Geometry) -> tuple[Grad, Grad, Grad]:
-    """Copy the base's gradient and cut out the part under the view.
+    """Copy the base's gradient and take the part under the view out of it.
 
     Args:
-        grad: gradient of the base after the operation, of the base's sizes; None if undefined.
-        base, view: sizes, strides and storage offset (in elements).
+        grad: the gradient of the base after the operation, with the base's sizes; None if undefined.
+        base: sizes, strides and storage offset (in elements) of the base.
+        view: the same for the view.
 
     Returns:
         The copy, its part under the view (an alias of the copy), and a contiguous clone of that part.
@@ -386,12 +395,13 @@ def prologue(grad: Grad, base: Geometry, view: Geometry) -> tuple[Grad, Grad, Gr
 
 @without_torch_functions
 def epilogue(needs: Sequence[bool], result: Grad, grads: Sequence[Grad], part: Grad) -> list[Grad]:
-    """Put the operation's gradient in place of the part under the view.
+    """Write the operation's gradient into the part under the view.
 
     Args:
-        needs: which of the operation's inputs want a gradient.
-        result, part: from `prologue`; `result` is changed in place through `part`.
+        needs: which of the operation's inputs need a gradient.
+        result: the copy from `prologue`. It is changed in place through `part`.
         grads: what the operation's backward returned.
+        part: from `prologue`.
     """
     if result is None:
         return [None] * len(needs)
@@ -403,24 +413,24 @@ def epilogue(needs: Sequence[bool], result: Grad, grads: Sequence[Grad], part: G
     return outputs
 
 
-# the calls of a compiled function's own graph
+# calls of the graph of a compiled function
 
 
 def tangent(read: Callable[[Any], list[Any]], zeros: Callable[[], torch.Tensor] | None) -> NodeFunction:
-    """Takes a gradient in.
+    """Make the function that brings an incoming gradient into the graph of a compiled function.
 
     Args:
-        read: brings it into the layout and class that the graph was traced for.
-        zeros: makes the gradient that is taken instead if user code returned None.
+        read: converts the gradient to the layout and class that the graph was traced for.
+        zeros: makes the gradient that is used instead if user code returned None.
     """
     return NodeFunction("tangent", lambda grad: read(zeros() if grad is None and zeros else grad))
 
 
 def operation(node: fx.Node) -> NodeFunction:
-    """Runs an operation of the graph, under autocast as eager would.
+    """Make the function that runs one operation of the graph, under autocast as eager would.
 
-    Inductor gives the forward's saved tensors strides of its own choice. The backward was traced before that,
-    so a ``view`` in it may have to copy.
+    Inductor chooses the strides of the forward's saved tensors after the backward was traced, so a ``view``
+    in the backward may have to copy. We call ``reshape`` instead.
     """
     target: Any = node.target
     if target is torch.ops.aten.view.default:

@@ -1,10 +1,10 @@
-"""Calling the user's code as eager does: hooks, backwards of ``autograd.Function``, unpack hooks.
+"""Calls user code as eager does: hooks, backwards of ``autograd.Function``, unpack hooks.
 
-In: a hook and the gradients; the Function's context object, the gradients, and the saved tensors that the
-engine lifted; or an unpack hook and what the pack hook returned. Out: the gradients after the hook; one
-gradient per input of the forward; or the saved tensor. What hooks and Functions may return, and the texts of
-errors, are those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``, of ``python_hook.cpp``
-and of ``check_variable_result`` in ``variable.cpp``.
+In: a hook and gradients; a Function's context, gradients, and the saved tensors that the engine lifted; or an
+unpack hook and what the pack hook returned. Out: the gradients after the hook; one gradient for each input of
+the forward; or the saved tensor. The rules for what hooks and Functions may return, and the error texts, are
+those of ``PyNode::apply`` in ``torch/csrc/autograd/python_function.cpp``, of ``python_hook.cpp``, and of
+``check_variable_result`` in ``variable.cpp``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Grad = torch.Tensor | None
 
 
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
-    """Call the unpack hook of a built-in node, which unpacks what it saved when it starts.
+    """Call the unpack hook of a built-in node. Such a node unpacks its saved tensors when it starts.
 
-    If a hook has left grad mode on, the node that saved the tensor is asked, if it still has it: it knows the
-    tensor's history.
+    If a hook has left grad mode on, and the running node still has the saved tensor, we read the tensor from
+    the node, because the node knows the tensor's history.
     """
     if torch.is_grad_enabled() and (name := saved_name(node_under_way(), hook, packed)) is not None:
-        # This adds the edge into the graph, or that it is a leaf, which the engine does not hand over.
+        # Reading it attaches the edge into the graph, or marks it as a leaf. The engine does not hand that
+        # over.
         saved: torch.Tensor = getattr(node_under_way(), name)
         return saved
     tensor = hook(packed)
@@ -59,13 +60,14 @@ class ModifiedTensor:
     error: str
 
     def unpack(self) -> torch.Tensor:
-        """Raise what eager raises when the Function asks for it."""
+        """Raise what eager raises when the Function reads the tensor."""
         raise RuntimeError(self.error)
 
 
 @without_torch_functions
 def mark_modified(args: Sequence[Any], saved: Sequence[tuple[torch.Tensor, int]]) -> Any:
-    """`args` of a Function's call, where each of the `saved` tensors that is not at its version is marked."""
+    """Return the `args` of a Function's call with a `ModifiedTensor` in place of each `saved` tensor whose
+    version has changed."""
     marks: dict[int, Any] = {
         id(one): ModifiedTensor(modified_error(one, v)) for one, v in saved if one._version != v
     }
@@ -75,9 +77,9 @@ def mark_modified(args: Sequence[Any], saved: Sequence[tuple[torch.Tensor, int]]
 class FunctionContext:
     """Replaces ``ctx`` during one backward.
 
-    Every attribute is read from and written to the Function's own context, so that the next backward finds
-    the state that this one leaves there. Only the saved tensors come from the plan, because the engine has
-    already released the context's own. It is equal to the context, which is the autograd node.
+    Attributes are read from and written to the Function's own context, so that the next backward finds the
+    state that this one leaves. Only the saved tensors come from the plan, because the engine has already
+    released those of the context. It compares equal to the context, which is also the autograd node.
     """
 
     __slots__ = ("__weakref__", "_ctx", "_saved")
@@ -88,8 +90,9 @@ class FunctionContext:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The saved tensors; one that was changed in place since raises what eager raises."""
-        if self._saved is None:  # torch says that they are gone
+        """The saved tensors. Raises what eager raises if one was changed in place since the backward
+        began."""
+        if self._saved is None:  # torch raises its own error
             return self._ctx.saved_tensors
         return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
 
@@ -105,11 +108,11 @@ class FunctionContext:
         return type(self._ctx)
 
     def maybe_clear_saved_tensors(self) -> None:
-        """Drop this context's saved tensors, if torch would. The plan, which waits for the backward, holds
-        them in the same list."""
+        """Drop the saved tensors, if torch would. They are also removed from the list that the plan still
+        holds while it waits for the backward."""
         if not graph_is_kept():
             if isinstance(self._saved, list) and any(isinstance(v, torch.Tensor) for v in self._saved):
-                list.clear(self._saved)  # made for this run, by FX perhaps, whose lists refuse to be changed
+                list.clear(self._saved)  # made for this run; perhaps a list of FX, whose own ``clear`` raises
             object.__setattr__(self, "_saved", None)
 
     def __eq__(self, other: object) -> bool:
@@ -132,7 +135,7 @@ _context_classes: WeakKeyDictionary[type, type[FunctionContext]] = WeakKeyDictio
 
 
 def _context_class(cls: type) -> type[FunctionContext]:
-    """`FunctionContext` under the name of the context class that it replaces."""
+    """`FunctionContext` with the name of the context class that it replaces."""
     if cls not in _context_classes:
         names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _context_classes[cls] = type(cls.__name__, (FunctionContext,), names)
@@ -146,18 +149,18 @@ def call_backward(
 
     Args:
         ctx: the Function's context, which is also its autograd node.
-        grads: gradients of the forward's outputs; undefined ones become zeros unless
+        grads: gradients of the forward's outputs. Undefined ones become zeros unless
             ``ctx.set_materialize_grads(False)`` was called.
         saved: saved tensors.
         is_tensor: for each argument of the forward, whether it was a tensor.
-        zeros: for each gradient that nothing produces, what the engine puts in its place: sizes, dtype,
-            device and layout of zeros, or (); None for a gradient that something may produce.
+        zeros: for each gradient that nothing produces, what the engine passes instead: sizes, dtype, device
+            and layout of zeros, or () for none. None for a gradient that something may produce.
 
     Returns:
-        One gradient per argument of the forward.
+        One gradient for each argument of the forward.
 
     Raises:
-        RuntimeError: wrong number of gradients, a gradient for an argument that was no tensor, or one that
+        RuntimeError: wrong number of gradients, a gradient for an argument that was not a tensor, or one that
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
@@ -167,12 +170,13 @@ def call_backward(
 def call_kept_backward(
     ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any], packed: Sequence[Any]
 ) -> list[Grad]:
-    """As `call_backward`, on a context that the engine has not released: the backward unpacks the saved
-    tensors itself, whenever it reads them. They are released afterwards, as in eager.
+    """Like `call_backward`, for a context that the engine has not released. The backward unpacks its saved
+    tensors whenever it reads them. Afterwards we release them, as eager does.
 
     Args:
-        packed: the saved tensors, those behind hooks as pairs of unpack hook and packed value. Needed where
-            stock compiled autograd runs the plan, which has released the context.
+        ctx, grads, is_tensor, zeros: as for `call_backward`.
+        packed: the saved tensors. One behind saved-tensor hooks is a pair of unpack hook and packed value.
+            They are needed if stock compiled autograd runs the plan, because it has released the context.
     """
     given = ctx
     if node_under_way() is None:
@@ -209,7 +213,7 @@ def _call(
 
 
 def _zeros(ctx: Any, slot: int, made: Any) -> Grad:
-    """What the Function is given in place of an undefined gradient."""
+    """What the Function receives in place of an undefined gradient."""
     if made is None:
         return zeros_of_slot(ctx, slot)() if materializes_grads(ctx) else None
     if not made:
@@ -228,9 +232,9 @@ def call_tensor_hook(hook: Callable[..., Any], grad: Grad) -> Grad:
 
 
 def call_hook_of_unreached(hook: Callable[..., Any], grad: None) -> None:
-    """The hook of an output of a compiled function that the root does not depend on.
+    """Call the hook of an output of a compiled function that the root does not depend on.
 
-    Eager never reaches it. But the hooks of ``register_multi_grad_hook`` count one another by asking which
+    Eager never calls such a hook. But hooks of ``register_multi_grad_hook`` count one another by asking which
     *nodes* will be executed, and all outputs of a compiled function share one node.
     """
     if counts_other_hooks(hook):
@@ -238,7 +242,8 @@ def call_hook_of_unreached(hook: Callable[..., Any], grad: None) -> None:
 
 
 def call_cpp_tensor_hook(hook: int, grad: Grad) -> Grad:
-    """A hook that C++ registered (``retain_grad`` is one). Works only in the engine's frame."""
+    """Call a hook that C++ registered, such as the one of ``retain_grad``. Works only in the engine's
+    frame."""
     return grad if grad is None else call_cpp_tensor_pre_hooks(hook, grad)
 
 

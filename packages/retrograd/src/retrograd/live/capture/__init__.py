@@ -1,1 +1,1 @@
-"""Capture: one backward, as the engine walks it, becomes a `BackwardGraph`, which is cut into segments."""
+"""Capture: turns one backward into a `BackwardGraph` as the engine walks it, and cuts it into segments."""

@@ -1,7 +1,7 @@
-"""The FX graph of typed calls while it is being recorded.
+"""Builds the FX graph of typed calls during capture.
 
-In: the calls of the current node call, one after the other. Out: FX nodes that carry their `Call`, and
-placeholders that carry their `Source`.
+In: the calls of the current node call, one by one. Out: FX nodes that carry their `Call`, and placeholders
+that carry their `Source`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ Value = fx.Node | None
 
 
 class CallGraph:
-    """A graph under way.
+    """A graph that is being captured.
 
     Attributes:
-        graph: the FX graph. node_calls: so far; the last is current.
-        before_hooks: for the result of a tensor hook, the gradient that it was given.
+        graph: the FX graph.
+        node_calls: the node calls so far; the last is the current one.
+        before_hooks: for the result of a tensor hook, the gradient that the hook received.
     """
 
     def __init__(self) -> None:
@@ -40,19 +41,19 @@ class CallGraph:
         return self.node_calls[-1].index
 
     def execute(self) -> None:
-        """The current node call is executed; others only pass gradients to their hooks."""
+        """Mark the current node call as executed. Other node calls only pass gradients to their hooks."""
         self._executed.add(self.current)
 
     def captured(self, value: Value) -> Value:
-        """What ``autograd.grad`` returns for an input of a node that is also executed: the gradient before
-        the tensor hooks (``Engine::evaluate_function`` captures it there). For other nodes, the gradient
-        after them."""
+        """The value that ``autograd.grad`` returns for an input. If the input's node is also executed, it is
+        the gradient before the tensor hooks (``Engine::evaluate_function`` captures it there), else the
+        gradient after them."""
         while value in self.before_hooks and call_of(value).node_call in self._executed:
             value = self.before_hooks[value]
         return value
 
     def placeholder(self, kind: SourceKind, index: int) -> fx.Node:
-        """The placeholder of one run-time argument, made when it is first asked for."""
+        """The placeholder of one run-time argument. It is created at first use."""
         node = self._placeholders.get((kind, index))
         if node is None:
             after = self._last_placeholder
@@ -70,7 +71,7 @@ class CallGraph:
         kwargs: dict[str, Any] | None = None,
         name: str | None = None,
     ) -> fx.Node:
-        """Add one call; `name` is for its node."""
+        """Add one call. `name` is the name of its FX node."""
         node = add_call(self.graph, target, args, kwargs, name)
         node.meta["call"] = call
         return node
@@ -83,11 +84,11 @@ class CallGraph:
         hook: HookKind | None = None,
         note: str = "",
     ) -> fx.Node:
-        """Add one call of the current node call."""
+        """Add one call that belongs to the current node call."""
         return self.add(Call(kind, self.current, hook, note=note), target, args)
 
     def elements(self, result: fx.Node, wanted: Sequence[bool]) -> list[Value]:
-        """The elements of a call's result; None where they are not wanted."""
+        """The elements of a call's result; None for those that are not wanted."""
         call = Call(CallKind.PROJECT, call_of(result).node_call)
         return [
             self.add(call, operator.getitem, (result, i)) if want else None for i, want in enumerate(wanted)

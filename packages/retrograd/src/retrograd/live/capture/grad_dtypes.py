@@ -1,9 +1,9 @@
-"""Leaves that ask for gradients of another dtype (``grad_dtype``) after their backward was captured.
+"""Converts gradients for leaves whose ``grad_dtype`` was changed after their backward was captured.
 
-In: a `BackwardGraph` in eager's order, and at run time the leaves. Out: the dtypes that they ask for, and the
-graph in which each gradient is converted where eager converts it: before hooks see it, and before gradients
-that meet are added. A structure is never captured with such leaves; the engine's cache does not tell them
-from others.
+In: a `BackwardGraph` in eager's order, and at run time the leaves. Out: the dtypes that the leaves ask for,
+and a graph that converts each gradient where eager does: before hooks see it, and before it is added to
+others. We never capture a structure that has such leaves already, because the engine's cache does not
+distinguish them from other leaves.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from retrograd.graph.backward_graph import BackwardGraph, Call, CallKind, HookKi
 from retrograd.graph.fx import add_call, add_copy
 from retrograd.runtime.modes import without_torch_functions
 
-#: (whether it is an output of ``autograd.grad``, else a leaf; its position there or among the inputs; dtype)
+#: for each gradient: whether it is an output of ``autograd.grad`` (else it goes to a leaf), its index among
+#: the outputs or inputs, and its dtype
 Dtypes = tuple[tuple[bool, int, torch.dtype], ...]
 
 
 def leaves_with_buffers(backward: BackwardGraph) -> tuple[int, ...]:
-    """Positions of the leaves whose gradient goes through a sum or a hook before it is accumulated. For the
-    others, the accumulation itself converts it."""
+    """Indices of the leaves whose gradient passes a sum or a hook before it is accumulated. For other leaves,
+    the accumulation itself converts the gradient."""
     return tuple(
         source_of(variable).index
         for variable, grad in _accumulated(backward)
@@ -35,7 +36,8 @@ def leaves_with_buffers(backward: BackwardGraph) -> tuple[int, ...]:
 
 @without_torch_functions
 def asked_dtypes(leaves: Sequence[int], inputs: Sequence[Any], wanted: Sequence[Any]) -> Dtypes:
-    """Which of these leaves, and of the `wanted` inputs of ``autograd.grad``, ask for another dtype now."""
+    """Which of these leaves, and of the `wanted` inputs of ``autograd.grad``, now ask for a dtype other than
+    their own."""
     if not inputs:
         return ()
     asked = [(False, i, inputs[i].grad_dtype) for i in leaves if inputs[i].grad_dtype is not inputs[i].dtype]
@@ -46,7 +48,7 @@ def asked_dtypes(leaves: Sequence[int], inputs: Sequence[Any], wanted: Sequence[
 
 
 def in_dtypes(backward: BackwardGraph, dtypes: Dtypes) -> BackwardGraph:
-    """`backward` with gradients of these dtypes."""
+    """`backward` with its gradients converted to these dtypes."""
     if not dtypes:
         return backward
     leaves = {i: dtype for is_output, i, dtype in dtypes if not is_output}
@@ -72,7 +74,7 @@ def in_dtypes(backward: BackwardGraph, dtypes: Dtypes) -> BackwardGraph:
 
 
 def _accumulated(backward: BackwardGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each leaf and the gradient that is accumulated into it."""
+    """Each leaf, with the gradient that is accumulated into it."""
     for node, call in backward.calls():
         variable, grad = node.args[:2] if call.kind is CallKind.ACCUMULATE else (None, None)
         if isinstance(variable, fx.Node) and isinstance(grad, fx.Node):
@@ -80,7 +82,7 @@ def _accumulated(backward: BackwardGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _parts(grad: fx.Node) -> Iterator[fx.Node]:
-    """What arrives at a leaf, before sums and hooks made `grad` of it."""
+    """The gradients that arrive at a leaf, before the sums and hooks that produce `grad`."""
     call = call_of(grad) if grad.op == "call_function" else None
     parts: list[Any] = []
     if call is not None and call.kind is CallKind.SUM:
@@ -104,5 +106,5 @@ def _conversion(graph: fx.Graph, call: Call, grad: fx.Node, dtype: torch.dtype) 
 
 @without_torch_functions
 def convert(grad: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The gradient in the dtype that its leaf asks for."""
+    """Convert the gradient to the dtype that its leaf asks for."""
     return None if grad is None else grad.to(dtype)

@@ -1,8 +1,8 @@
-"""Record one backward, as the engine walks it, into a `BackwardGraph`.
+"""Records one backward into a `BackwardGraph` while the engine walks it.
 
-In: the calls of ``engine.protocol``, with FX nodes as values: lists of them are gradients, and None
-is an undefined one. Out: a `BackwardGraph` in the order of the engine's walk. Nothing is computed, traced or
-compiled here.
+In: the calls of ``engine.protocol``, with FX nodes as values. A list of values is a list of gradients; None
+is an undefined gradient. Out: a `BackwardGraph` in the order of the engine's walk. This file computes, traces
+and compiles nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BackwardRecorder:
         wanted: list[bool],
         is_cpp: bool = False,
     ) -> list[Value]:
-        # One object for all calls of a kind of node: the engine binds each name once.
+        # One function object for all nodes of a kind: the engine binds each name once.
         function = self._functions.get(name) or self._functions.setdefault(
             name, gradients.NodeFunction(name, fn)
         )
@@ -88,7 +88,7 @@ class BackwardRecorder:
         return self._calls.elements(self._calls.call(kind, target, args, note=note), wanted)
 
     def validate(self, fn: Callable[..., Any], outputs: list[Value], args: Any) -> list[Value]:
-        # The engine does not ask for it where AOTAutograd's graph has converted the gradients already.
+        # The engine leaves the check out if AOTAutograd's graph has converted the gradients already.
         name = self._calls.node_calls[-1].name
         check = self._checks.get(name) or self._checks.setdefault(name, gradients.OutputCheck(fn, name))
         result = self._calls.call(CallKind.VALIDATE, check, (outputs, *args))
@@ -117,7 +117,8 @@ class BackwardRecorder:
         if not packed:
             all_given = (ctx, grads, saved_values, tuple(wanted), zeros)
             return self._call_node(CallKind.FUNCTION, user_code.call_backward, all_given, wanted, note)
-        # Only the Function itself can unpack its saved tensors, as what they were and when it wants them.
+        # Only the Function can unpack its saved tensors with their original history, and it does so when it
+        # reads them.
         saved = [value.args if value in packed else value for value in saved_values]
         for value in packed:
             self._calls.graph.erase_node(value)
@@ -125,7 +126,11 @@ class BackwardRecorder:
         return self._call_node(CallKind.FUNCTION, user_code.call_kept_backward, args, wanted)
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:
-        """Lay the graph of a compiled function in. Raises `Refusal` if it has to stay one call."""
+        """Inline the graph of a compiled function.
+
+        Raises:
+            Refusal: it must stay one call.
+        """
         gradients, inlined = self._compiled.lay_in(aot, call)
         self._calls.execute()
         self._inlined[self._calls.current] = inlined
@@ -161,7 +166,7 @@ class BackwardRecorder:
         return self._calls.elements(node, [grad is not None for grad in grads])
 
     def node_post_hook(self, outputs: list[Value], grads: list[Value], hook: int) -> list[Value]:
-        # It is given all gradients of its node together: there is nothing to deliver one by one.
+        # The hook receives all gradients of its node at once, so there are no steps.
         inlined = self._inlined.get(self._calls.current)
         if inlined:
             self._inlined[self._calls.current] = replace(inlined, steps=())

@@ -1,12 +1,12 @@
-"""Whether user code that a backward calls may differentiate through the graph of that backward.
+"""Decides whether user code in a backward may differentiate through the graph of that backward.
 
-In: hooks, and contexts of Functions. Out: which of their code, or of the functions that it calls by a name,
-asks autograd for gradients. What torch defines only hands on what the user gave it.
+In: hooks, and contexts of Functions. Out: which of their code, or of the functions that they name, asks
+autograd for gradients. Functions that torch defines do not count; the user functions in their closures do.
 
-The engine tells of hooks when it has released the graph, which is too late for those that ask. So hooks are
-noted when they are registered, and looked at when the next backward begins. A tensor's hook concerns graphs
-with its node. Of a hook that is registered on a node, torch does not tell on which: on one that this thread
-had made by then, or on one that accumulates into a leaf, which is asked for its hooks.
+The engine reports hooks after it has released the graph, which is too late for hooks that ask for gradients.
+So we record each hook when it is registered, and inspect it when the next backward begins. A tensor's hook
+concerns graphs that contain the tensor's node. For a hook on a node, torch does not say which node. It is
+either a node that this thread had made by then, or one that accumulates into a leaf, whose hooks we can read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from retrograd.engine import (
 )
 from retrograd.runtime.modes import without_torch_functions
 
-#: so many values are looked at for each hook: who can reach more is taken to ask for gradients. Longer
-#: containers are not.
+#: We inspect this many values for each hook. If a hook reaches more, it counts as asking for gradients. We do
+#: not inspect containers that are longer than this.
 MOST_VALUES, MOST_ITEMS = 1000, 100
 
 Hooks = OrderedDict[int, Callable[..., Any]]
@@ -47,11 +47,12 @@ class _Registered:
     """A dictionary of hooks.
 
     Attributes:
-        hooks: itself.
-        leaf: to which it belongs; None if it is a node's.
-        number: the node's sequence number; None if torch does not tell which node it is.
-        before: that node has a smaller sequence number than this, or accumulates into a leaf.
-        asking: of how many hooks in it some are known to ask; None if nobody has looked.
+        hooks: the dictionary.
+        leaf: the leaf that it belongs to; None if it belongs to a node.
+        number: the node's sequence number; None if torch does not say which node it is.
+        before: the node has a smaller sequence number than this, or accumulates into a leaf.
+        asking: the size of the dictionary when a hook in it was found to ask for gradients; None before
+            inspection.
     """
 
     hooks: weakref.ref[Hooks]
@@ -61,13 +62,13 @@ class _Registered:
     asking: int | None = None
 
 
-#: by identity, those that nobody has looked at, and those with a hook that asks.
+#: By identity: dictionaries that were not inspected yet, and those with a hook that asks for gradients.
 _registered: dict[int, _Registered] = {}
 
 
 @without_torch_functions
 def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
-    """A hook has been registered in `hooks`, which belong to `tensor`, or to a node."""
+    """Record that a hook has been registered in `hooks`, which belong to `tensor`, or to a node."""
     key = id(hooks)
     one = _Registered(weakref.ref(hooks, lambda _: _registered.pop(key, None)))
     if tensor is None:
@@ -81,7 +82,8 @@ def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
 
 @without_torch_functions
 def leaf_asks(leaf: torch.Tensor) -> bool:
-    """Whether a hook of a leaf asks. It is noted, also if it was set before anybody noted hooks."""
+    """Whether a hook of a leaf asks for gradients. If so, we record the leaf's hooks, even if they were
+    registered before we began to record."""
     both: tuple[Any, Any] = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
     found = [hooks for hooks in both if hooks]
     asking = [hooks for hooks in found if who_asks(list(hooks.values()))]
@@ -92,7 +94,7 @@ def leaf_asks(leaf: torch.Tensor) -> bool:
 
 def asks_in(request: EngineRequest) -> bool:
     """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the
-    numbers of its nodes tell. Forgets hooks that do not ask."""
+    sequence numbers of its nodes tell. Forgets hooks that do not ask."""
     asking = {key: one for key, one in list(_registered.items()) if _is_asking(key, one)}
     if not asking:
         return False
@@ -113,7 +115,7 @@ def asks_in(request: EngineRequest) -> bool:
 
 
 def _is_of_module(one: _Registered) -> bool:
-    """Whether a module's hooks are behind it, which torch does not register on leaves."""
+    """Whether these are the hooks of modules, which torch never registers on leaves."""
     return all(map(is_defined_here, (one.hooks() or {}).values()))
 
 
@@ -125,13 +127,14 @@ def _is_asking(key: int, one: _Registered) -> bool:
         one.asking = len(hooks)
         return True
     if _registered.get(key) is one:
-        _registered.pop(key, None)  # it may be gone meanwhile
+        _registered.pop(key, None)  # another thread may have removed it meanwhile
     return False
 
 
 def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
-    """The code behind `hooks` that may ask for gradients, or that raises or reads files in a hook: after its
-    error eager lets the graph be used again. Of what is too much to read, this function's code."""
+    """The code behind `hooks` that may ask for gradients. Code that raises or reads files in a hook counts
+    too: after its error, eager lets the graph be used again. If there is too much code to read, the result
+    contains this function's own code."""
     pending = [(one, True) for one in hooks]
     seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
@@ -146,17 +149,17 @@ def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
             code = one.__code__
             if _names_autograd(code) or (is_of_hook and _raises(code)):
                 asking.add(code)
-        is_of_hook &= not is_context(one)  # a Function that checks what it is given is no reason to keep all
+        is_of_hook &= not is_context(one)  # a Function that validates its inputs may raise
         pending += [(other, is_of_hook) for other in _leads_to(one)]
     return asking
 
 
-#: values whose own code is torch's, or that have none.
+#: values without code, or whose own code is part of torch
 _CALL_NOTHING = (torch.Tensor, nn.Module, types.ModuleType, type, str, bytes, int, float, complex, type(None))
 
 
 def is_context(one: Any) -> bool:
-    """Whether it is the context of a Function, not a hook."""
+    """Whether the value is the context of a Function instead of a hook."""
     return hasattr(type(one), "_forward_cls")
 
 

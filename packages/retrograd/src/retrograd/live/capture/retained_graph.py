@@ -1,28 +1,29 @@
-"""Backwards whose plan needs autograd nodes that still have their saved tensors, or must leave some intact.
+"""Runs backwards that need autograd nodes with intact saved tensors, or must leave some nodes intact.
 
-In: a `LiveBackward`, and what runs it once it is collected. Out: it has run; everything that eager would
-release is released, and nothing else. Four kinds of backward need this although the graph is not to be
-retained:
+In: a `LiveBackward`, and a callback that runs it once it is collected. Out: the backward has run, and exactly
+the nodes that eager would release are released. Four kinds of backward need this without ``retain_graph``:
 
-- an ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack them;
-- a gradient of an intermediate tensor: eager does not execute that tensor's node and leaves it intact, but
-  the engine would release it too;
-- a function that AOTAutograd compiled, whose one node stands for many of eager's, if this backward needs only
-  a part of it that the rest does not need;
-- one whose hooks or Functions ask for gradients: perhaps through nodes that eager has not executed yet by
-  then (an equilibrium is solved so). Its nodes are released when it has run. If some were reached meanwhile,
-  later backwards that call the same code are left to the engine. Functions are watched once. So is one whose
-  hooks, unpack hooks among them, may raise: eager executes the rest of the graph in a second backward.
+- An ``autograd.Function`` behind saved-tensor hooks: only its own context can unpack the tensors.
+- A gradient of an intermediate tensor: eager does not execute that tensor's node and leaves it intact, but
+  the engine would release it too.
+- A function that AOTAutograd compiled, if this backward needs only a part of it and the rest does not need
+  that part. Its one node replaces many of eager's.
+- Hooks or Functions that ask for gradients, perhaps through nodes that eager has not executed yet (as deep
+  equilibrium models do). We release the nodes after the run. If user code reached some of them meanwhile, we
+  leave later backwards that call the same code to the engine. A Function is watched only when its structure
+  is new. Hooks that may raise, unpack hooks among them, need this too: eager can execute the rest of the
+  graph in a second backward.
 
-Then the engine collects with the graph kept, and the executed nodes are released separately: at once, except
-for those Functions, which release their own saved tensors when they have run. Eager releases node by node, so
-that any exception leaves the rest intact; where nothing is kept, a plan has released everything by then.
+For these, the engine collects as for a retained graph, and we release the executed nodes ourselves. We do so
+at once, except for Functions behind saved-tensor hooks, which release their saved tensors after they have
+run. Eager releases node by node, so that an exception leaves the rest intact. Other backwards are released as
+a whole before their plan runs.
 
-The engine does not execute the node whose input is asked for. ``autograd.grad`` for an output that a compiled
-function uses itself (Grad-CAM, a loss on hidden states) needs the part of that function's own backward that
-leads there, so the engine is asked for something behind the node, too. It keeps the function's saved tensors
-for the other parts, and would not notice that one is used twice. That is noted here, and raises eager's
-error.
+The engine does not execute a node whose input is requested. But ``autograd.grad`` for an output that a
+compiled function uses itself (Grad-CAM, a loss on hidden states) needs the part of the function's backward
+that leads there. So we request a gradient behind the node, too. The engine keeps the function's saved tensors
+for the other parts, and would not notice that one part is used twice. We record the use here, and raise
+eager's error.
 """
 
 from __future__ import annotations
@@ -66,25 +67,26 @@ from retrograd.runtime.profiler import event
 
 Finished = Callable[[BackwardGraph, LiveBackward], CapturedBackward]
 
-#: classes of autograd nodes that needed it: Functions behind saved-tensor hooks, and compiled functions. The
-#: engine's cache does not tell before it releases, so a graph with one of them is always collected with the
-#: graph kept.
+#: Classes of autograd nodes that needed a retained graph: Functions behind saved-tensor hooks, and compiled
+#: functions. The engine reports them only after it has released them, so we always collect graphs that
+#: contain one as retained graphs.
 _kept_classes: weakref.WeakSet[type] = weakref.WeakSet()
 forgotten_by_reset(_kept_classes.clear)
 
-#: the beginnings and node names of graphs whose unpack hooks ask or raise: the engine tells of those as late.
+#: Roots and node names of graphs whose unpack hooks ask for gradients or may raise. The engine reports those
+#: just as late.
 _kept_graphs: set[Hashable] = set()
 forgotten_by_reset(_kept_graphs.clear)
 
 _GRAPH_NEEDED = "graph-needed"
 
-#: code of hooks and Functions that has reached nodes of the running backward.
+#: code of hooks and Functions that has differentiated through nodes of the running backward
 _reentering: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 forgotten_by_reset(_reentering.clear)
 
 
 def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
-    """As ``engine.collect``, for any backward; `run` is called in the engine's frame or after it.
+    """Like ``engine.collect``, for any backward. `run` is called in the engine's frame or after it.
 
     Raises:
         Refusal: user code differentiates through the graph of the running backward.
@@ -115,7 +117,8 @@ def _collect(
     *,
     is_known: bool = False,
 ) -> Collected | None:
-    """`is_known`: it was looked at; the engine may have kept no structure, as where sizes have changed."""
+    """Collect `request`. `is_known` means that we have inspected the structure. The engine may still not have
+    cached it, for example if sizes have changed."""
     with event("retrograd.collect"):
         return collect(request, lambda: _protocol(backward, finished, request.keep_graph or is_known), run)
 
@@ -128,7 +131,7 @@ def _look_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Col
 
 
 def _look(backward: LiveBackward, finished: Finished) -> bool:
-    """Whether `backward`, which does not run here, needs its graph."""
+    """Whether `backward` needs its graph. We collect it here without running it."""
     seen: list[Collected] = []
     call = _collect(backward, finished, replace(backward.request, keep_graph=True), seen.append) or seen[0]
     is_watched, graph = _is_watched(call), call.artifact.graph
@@ -141,7 +144,7 @@ def _is_watched(call: Collected) -> bool:
     """Whether user code in `call` may differentiate through the graph that is running.
 
     Raises:
-        Refusal: it is known to.
+        Refusal: it has done so before.
     """
     asking = who_asks(call.hooks)
     if not asking.isdisjoint(_reentering):
@@ -184,7 +187,7 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
             (run_then_release if is_watched else run)(call)
         is_cut_short = False
     finally:
-        # The engine has room for one call at a time: in its frame, nothing can be released before the end.
+        # The engine runs one call at a time, so nothing can be released inside its frame.
         for artifact, hooks, as_saved in ran:
             if backward.is_reentered:
                 _note_reentry(hooks, who_asks(hooks))
@@ -193,20 +196,20 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
 
 
 def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:
-    """What is `asking` among `hooks` does reach nodes of the running backward."""
+    """Record that the code `asking`, found behind `hooks`, reaches nodes of the running backward."""
     _reentering.update(asking)
     _kept_classes.update(type(hook) for hook in hooks if is_context(hook) and who_asks([hook]))
 
 
 def _is_to_be_kept(backward: LiveBackward) -> bool:
-    """Whether it is known before it is collected that the graph has to be kept."""
+    """Whether we know before collection that the graph must be retained."""
     if _kept_graphs and all(read(backward.asked) in _kept_graphs for read in (beginning_of, names_of_nodes)):
         return True
     if not _kept_classes and all(getattr(tensor, "is_leaf", False) for tensor in backward.request.inputs):
         return False
     live = backward.asked_graph
     executed = executed_nodes(live, backward.asked.accumulate_grad)
-    intact = set(live.wanted or ()) - executed  # asked for, but not executed
+    intact = set(live.wanted or ()) - executed  # requested, but not executed
     return (
         backward.request.added > 0
         or any(type(node.handle) in _kept_classes for node in live.nodes)
@@ -215,14 +218,14 @@ def _is_to_be_kept(backward: LiveBackward) -> bool:
 
 
 def _kept_calls(graph: BackwardGraph) -> list[int]:
-    """Node calls that use their own saved tensors when they run, or of which a part stays intact."""
+    """Node calls that need their own saved tensors when they run, or of which a part stays intact."""
     calls = (call.node_call for node, call in graph.calls() if node.target is call_kept_backward)
     return [*calls, *graph.intact_calls()]
 
 
 def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
-    """Whether it has hooks of other nodes than leaves, which nobody has seen yet, or a Function or a leaf's
-    hook that asks for gradients."""
+    """Whether user code that we have not inspected yet may differentiate through the graph: a hook of a node
+    other than a leaf's, or a Function or a leaf's hook that asks for gradients."""
     return any(
         (call.kind is CallKind.HOOK and ((leaf := leaf_of(nodes[call.node_call])) is None or leaf_asks(leaf)))
         or (call.kind is CallKind.FUNCTION and who_asks([nodes[call.node_call]]))
@@ -236,8 +239,11 @@ def _release_executed(
     """Release what eager would release, except what the plan still needs and releases itself.
 
     Args:
-        backward: what runs. artifact: its structure. already_run: whether it has run.
-        is_cut_short: whether an error has ended it: eager has released the nodes before the one that raised.
+        backward: the running backward.
+        artifact: its structure.
+        already_run: whether it has run.
+        is_cut_short: whether an error has ended it. Eager has then released the nodes before the one that
+            raised.
     """
     live, request = backward.asked_graph, backward.request
     handles = {id(backward.node_calls[index]) for index in _kept_calls(artifact.graph)}
@@ -250,7 +256,7 @@ def _release_executed(
             continue
         try:
             part = request_to_release(live, request, group, from_roots=level == 0)
-            # The engine releases what it has handed over, and torch has no other call for that.
+            # The engine releases what it has handed over. Torch offers no other way to release nodes.
             collect(part, partial(_never_run, part), lambda call: None)
         except Exception:
             if not begun:
@@ -260,7 +266,7 @@ def _release_executed(
 
 
 def _done(backward: LiveBackward) -> set[int]:
-    """The nodes that eager has left behind when it comes to the one whose user code ran last."""
+    """The nodes that eager has executed when it reaches the node whose user code ran last."""
     order = eager_walk(backward.asked_graph)
     current = backward.current_node()
     place = next(
@@ -270,14 +276,13 @@ def _done(backward: LiveBackward) -> set[int]:
 
 
 def _never_run(request: EngineRequest) -> EngineProtocol:
-    """For a capture that only releases."""
+    """The protocol for a capture that only releases nodes."""
     return EngineProtocol(BackwardRecorder(partial(CapturedBackward, backward=LiveBackward(request))))
 
 
 def _levels(live: LiveGraph, executed: set[int], separate: set[int]) -> Sequence[set[int]]:
-    """The `executed` nodes without those `separate`, by the largest number of nodes apart on a path to them:
-    no
-    path between two nodes of one level contains a node that is apart."""
+    """Group the `executed` nodes that are not in `separate`, by the largest number of separate nodes on a
+    path to them. No path between two nodes of one group contains a separate node."""
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
         if i == ROOT:
@@ -291,7 +296,7 @@ def _levels(live: LiveGraph, executed: set[int], separate: set[int]) -> Sequence
     return groups
 
 
-#: by the context of a compiled function: which of eager's nodes in it have released what they saved.
+#: by the context of a compiled function: which of eager's nodes in it have released their saved tensors
 _used: weakref.WeakKeyDictionary[Any, frozenset[float]] = weakref.WeakKeyDictionary()
 
 
@@ -306,7 +311,7 @@ def ask_for_compiled_functions(backward: LiveBackward) -> None:
     added: list[GradientEdge] = []
     for node in live.nodes:
         edges = [edge for edge in node.edges if edge is not None]
-        # Eager would not execute the node if nothing behind it is asked for.
+        # The engine would not execute the node, because no node behind it is requested.
         if node.handle in nodes and edges and not any(edge.node in wanted for edge in edges):
             added.append(GradientEdge(live.nodes[edges[0].node].handle, edges[0].slot))
     if added:
@@ -314,10 +319,10 @@ def ask_for_compiled_functions(backward: LiveBackward) -> None:
 
 
 def use_up(captured: BackwardGraph, backward: LiveBackward) -> None:
-    """Note what a backward with compiled functions is about to use.
+    """Record which parts of compiled functions a backward is about to consume.
 
     Raises:
-        RuntimeError: eager's, if a part has been used already.
+        RuntimeError: eager's error, if a part has been consumed already.
     """
     parts, request = captured.intact_calls(), backward.request
     if not (_used or parts or request.added):
@@ -327,13 +332,14 @@ def use_up(captured: BackwardGraph, backward: LiveBackward) -> None:
         before = _used.get(node, frozenset())
         if before & keys:
             _raise_as_eager()
-        # The engine itself watches what it releases.
+        # The engine itself tracks the nodes that it releases.
         if not request.keep_graph and (index in parts or request.added):
             _used[node] = before | keys
 
 
 def _used_now(captured: BackwardGraph, backward: LiveBackward) -> dict[int, frozenset[float]]:
-    """By inlined node call, what this backward uses: all of it, or what leads to an output asked for."""
+    """For each inlined node call, the keys that this backward consumes: all, or those of the part that leads
+    to a requested output."""
     used = {index: inlined.consumed for index, inlined in captured.inlined.items()}
     if backward.request.added:
         edges = [edge_of(tensor) for tensor in backward.asked.inputs]
@@ -345,7 +351,7 @@ def _used_now(captured: BackwardGraph, backward: LiveBackward) -> dict[int, froz
 
 
 def _raise_as_eager() -> None:
-    """What torch raises where a graph is used a second time, in the words of the installed torch."""
+    """Raise what the installed torch raises when a graph is used a second time."""
     with torch.enable_grad():
         root = torch.ones((), requires_grad=True).exp()
     request = EngineRequest((root,), (torch.ones(()),), False, False, (), accumulate_grad=True)

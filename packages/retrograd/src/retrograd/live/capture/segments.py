@@ -1,16 +1,16 @@
-"""Cut a backward in eager's order into segments, opaque calls and accumulations.
+"""Cuts a backward in eager's order into segments, opaque calls and accumulations.
 
-In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`. Calls
-whose numbers differ from capture to capture are segments of their own, which are interpreted, so that all
-other segments stay equal: after two captures nothing is compiled for a third value.
+In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`. A call
+whose numbers differ between captures becomes a separate, interpreted segment, so that all other segments stay
+equal. So after two captures, a third value of such a number compiles nothing.
 
-An accumulation into ``.grad`` is visible to few until the next opaque call, so it does not end a segment that
-is compiled: it waits for the next opaque call, the end, or the end of the region that makes its gradient.
-That keeps a backward without hooks in one segment, unless a part of it repeats itself and is to be compiled
-once: then the copies of the part (the layers of a deep model) are segments, and so is what stands before,
-between and after them. Segments that are interpreted end with each accumulation, as in eager: a gradient that
-was added is let go, a later failure finds it written, and what shares memory with a ``.grad`` is read after
-it was changed.
+Hardly anything can observe an accumulation into ``.grad`` before the next opaque call, so it does not end a
+compiled segment. We delay it until the next opaque call, the end, or the end of the region that computes its
+gradient. So a backward without hooks is one segment, unless a region repeats in it and is to be compiled
+once. Then each copy of the region (the layers of a deep model) is a segment, and so is the code before,
+between and after the copies. An interpreted segment ends at each accumulation, as in eager: the gradient is
+freed after it was added, a later failure finds it written, and a value that shares memory with a ``.grad`` is
+read after the change.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def cut(
 
     Args:
         backward: in eager's order.
-        opaque: functional calls that are to run as eager runs them nevertheless, with the reason.
-        apart: functional calls that are to be interpreted in segments of their own, with the reason.
-        divide: divides a run of functional calls into segments; without it, each run is one segment.
+        opaque: functional calls that must run as in eager, with the reason.
+        uncaptured: functional calls that are interpreted in segments of their own, with the reason.
+        divide: divides a run of functional calls into segments. Without it, each run is one segment.
         at_once: whether each accumulation ends a segment.
     """
     uncaptured = uncaptured or {}
@@ -72,7 +72,7 @@ _Run = list[fx.Node] | OpaqueCall | Accumulation
 
 
 class _Cutter:
-    """Splits the calls into runs of functional ones and everything else."""
+    """Groups consecutive functional calls into runs, and separates them from all other calls."""
 
     def __init__(self, opaque: _Reasons, uncaptured: _Reasons, divide: Divide | None, at_once: bool) -> None:
         self._opaque, self._uncaptured, self._divide, self._at_once = opaque, uncaptured, divide, at_once
@@ -107,7 +107,8 @@ class _Cutter:
         return self._runs
 
     def _flush(self) -> None:
-        """The pieces of the current run, each followed by the accumulations whose gradients are there."""
+        """Emit the pieces of the current run. Each is followed by the accumulations whose gradients are
+        computed."""
         pieces: Sequence[Sequence[fx.Node]] = [self._current] if self._current else []
         if self._divide is not None and _is_worth_compiling(self._current):
             pieces = self._divide(self._current)
@@ -123,14 +124,14 @@ class _Cutter:
 
 
 def _taken_from(node: fx.Node) -> list[fx.Node]:
-    """The calls that check the gradients of a node call, or take them one by one: a list of them cannot be
-    given to code."""
+    """The calls that check the gradients of a node call, or take them out of its list. Compiled code cannot
+    take such a list."""
     users = [user for user in node.users if user.op == "call_function"]
     return [user for user in users if call_of(user).kind in (CallKind.VALIDATE, CallKind.PROJECT)]
 
 
 def _values_of(run: _Run) -> Iterator[fx.Node]:
-    """What a step reads and makes."""
+    """The values that a step reads and computes."""
     for node in run if isinstance(run, list) else [run.node]:
         yield node
         yield from node.all_input_nodes
@@ -154,7 +155,8 @@ def _is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:
 
 
 class _Numbers:
-    """The numbers in the calls of one structure: what they were last, and which calls' have changed."""
+    """The numbers in the calls of one structure: their last values, and the calls whose numbers have
+    changed."""
 
     def __init__(self) -> None:
         self.last: tuple[tuple[str, ...], ...] | None = None
@@ -168,14 +170,14 @@ class _Numbers:
         self.last = now
 
 
-#: by structure without the numbers.
+#: by structure, numbers excluded
 _numbers: Recent[_Numbers] = Recent()
 
 
 def changing_numbers(backward: BackwardGraph) -> dict[fx.Node, str]:
-    """The calls whose numbers differ between captures, with the two values that differed first.
+    """The calls whose numbers differ between captures, with the first two values that differed.
 
-    Only calls of nodes: what a hook or a Function is given does not reach a segment.
+    Only calls of nodes count: the arguments of a hook or a Function do not reach a segment.
     """
     structure, numbers = structure_and_numbers(backward)
     if structure is None or not any(numbers.values()):

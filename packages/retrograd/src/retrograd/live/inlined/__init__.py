@@ -1,1 +1,1 @@
-"""Backwards of stock's AOTAutograd, laid into a captured backward node by node."""
+"""Inlines the backwards of stock's AOTAutograd into a captured backward, node by node."""

@@ -1,9 +1,9 @@
-"""Lay the graph of an AOT-compiled backward into a captured backward, node by node.
+"""Inlines the graph of an AOT-compiled backward into a captured backward, node by node.
 
-In: an `AotBackward`, what the engine hands over for it, and the graph that is being recorded. Out: its
-gradients as values, and in which step of it each is ready. Steps are those of eager, which would have run one
-autograd node for each forward operation, and accumulated a parameter's gradient as soon as it was there
-(pytorch#144376). Hooks on the function's outputs, which the engine hands over first, are moved to where eager
+In: an `AotBackward`, what the engine hands over for it, and the graph that is being captured. Out: its
+gradients as values, and the step in which each is ready. The steps are those of eager, which would have run
+one autograd node for each forward operation and accumulated a parameter's gradient as soon as it was ready
+(pytorch#144376). The engine hands over the hooks on the function's outputs first. We move them to where eager
 would call them.
 """
 
@@ -46,10 +46,10 @@ _LateHook = Callable[[Value, int], fx.Node]
 
 
 class CompiledFunctions:
-    """Lays compiled functions into one recorded backward.
+    """Inlines compiled functions into one captured backward.
 
     Attributes:
-        moved: for the result of a hook that was moved, the gradient before it.
+        moved: for the result of a hook that was moved, the gradient before the hook.
     """
 
     def __init__(self, calls: CallGraph) -> None:
@@ -58,13 +58,14 @@ class CompiledFunctions:
         self.moved: dict[Value, Value] = {}
 
     def lay_in(self, aot: AotBackward, call: AotCall) -> tuple[list[Value], InlinedCall]:
-        """Lay the graph of the current node call in.
+        """Inline the graph of the current node call.
 
         Returns:
-            A gradient for each argument of the forward; in the `InlinedCall` steps speak of the node's edges.
+            A gradient for each argument of the forward. The steps of the `InlinedCall` list edges of the
+            node.
 
         Raises:
-            Refusal: it has to stay one call; nothing has changed then.
+            Refusal: it must stay one call. Then the captured graph is unchanged.
         """
         if call.zeros is None and any(map(_may_be_undefined, call.grads)):
             raise Refusal("not-inlined", "a gradient may be undefined, and its sizes are not known")
@@ -73,7 +74,7 @@ class CompiledFunctions:
         objects = [self._calls.placeholder(SourceKind.HOOK, index) for index in call.objects]
         given = [*call.sizes, *call.saved, *kept, *objects]
         try:
-            # A graph that is met again in one backward has its nodes named ``aot3_1_…``.
+            # If a graph occurs twice in one backward, the nodes of the second copy are named ``aot3_1_…``.
             number = self._names[aot.name]
             numbered = replace(aot, name=f"{aot.name}_{number}") if number else aot
             self._names[aot.name] += 1
@@ -112,7 +113,8 @@ class CompiledFunctions:
         return bare, late
 
     def _repeat_hook(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
-        """Call the hook of `hook`, on output `slot`, with `value` instead."""
+        """Add a call of the hook that `hook` calls, on output `slot`, with `value` instead of its
+        gradient."""
         target: Any = hook.target if value is not None else user_code.call_hook_of_unreached
         call = replace(call_of(hook), step=step, enters=slot)
         return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
@@ -127,12 +129,12 @@ class CompiledFunctions:
 
 
 def _may_be_undefined(value: Any) -> bool:
-    """Whether a gradient may be None when it is there: user code made it."""
+    """Whether user code computed the gradient, so that it may be None at run time."""
     if value is None or value.op != "call_function":
         return False
     call = value.meta["call"]
     if call.hook in (HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
-        return _may_be_undefined(value.args[1])  # such a hook cannot make it so
+        return _may_be_undefined(value.args[1])  # a tensor hook cannot make a gradient undefined
     if call.kind is CallKind.SUM:
         return all(map(_may_be_undefined, value.all_input_nodes))
     if call.kind is CallKind.PROJECT:
@@ -143,10 +145,8 @@ def _may_be_undefined(value: Any) -> bool:
 
 
 class _Steps:
-    """In which step of a compiled function each of its nodes runs.
-
-    A step ends where a gradient is ready.
-    """
+    """Says in which step of a compiled function each of its nodes runs. A step ends where a gradient is
+    ready."""
 
     def __init__(self, aot: AotBackward, wanted: Sequence[bool], grads: UndefinedGrads) -> None:
         self._gradients, self._key = aot.gradients, grads.key
@@ -155,7 +155,7 @@ class _Steps:
             for gradient, want in zip(aot.gradients, wanted, strict=True)
             if want and (parts := _parts(gradient)) and not all(map(grads.is_undefined, parts))
         }
-        #: the keys at which the steps end, negated, so that they ascend.
+        #: the keys at which the steps end, negated so that they ascend
         self._ends = sorted(-key for key in keys) or [0.0]
         self.last = len(self._ends) - 1
 
@@ -164,24 +164,27 @@ class _Steps:
         return max(self._at(self._key[node]) for node in nodes)
 
     def of_users(self, node: fx.Node) -> int:
-        """Eager calls the hooks of an output when it comes to the node that made it."""
+        """The step in which the hooks of an output run: eager calls them when it reaches the node that made
+        the output."""
         keys = (self._key[user] for user in node.users if user in self._key and user.op != "output")
         return self._at(max(keys, default=float("-inf")))
 
     def _at(self, key: float) -> int:
-        """The first step that does not end before what has `key` runs."""
+        """The first step that does not end before the node with this key runs."""
         return min(bisect_left(self._ends, -key), self.last)
 
     def served(self, gradients: Sequence[Value]) -> tuple[tuple[int, ...], ...]:
-        """By step, the numbers of the gradients that are ready after it; None in `gradients` is undefined."""
+        """For each step, the indices of the gradients that are ready after it. None in `gradients` is an
+        undefined one."""
         steps: list[list[int]] = [[] for _ in self._ends]
         for i, (gradient, value) in enumerate(zip(self._gradients, gradients, strict=True)):
             steps[0 if value is None else self.of(_parts(gradient))].append(i)
         return tuple(tuple(self._like_edges(step)) for step in steps)
 
     def _like_edges(self, step: Sequence[int]) -> list[int]:
-        """Gradients that one eager node makes together arrive in the order of its own inputs: that of the
-        results of one operation. Others arrive in the order in which the forward took them."""
+        """Sort the gradients of a step. Gradients that one eager node computes together arrive in the order
+        of that node's inputs, which is the order of the operation's results. Others arrive in the order of
+        the forward's arguments."""
         ordered = list(step)
         results: dict[fx.Node, list[int]] = {}
         for i in step:
@@ -197,17 +200,18 @@ class _Steps:
 
 
 class _Inlining:
-    """One compiled function, under way.
+    """One compiled function that is being inlined.
 
     Args:
-        aot: its graph. call: what the engine handed over for it, with the gradients before their hooks.
-        given: values for the sizes, saved tensors and opaque objects of the graph, in its order.
-        hooks: for each output, the hooks on its gradient. They are called with the whole gradient, where it
+        aot: its graph.
+        call: what the engine handed over for it, with the gradients before their hooks.
+        given: values for the sizes, saved tensors and opaque objects of the graph, in this order.
+        hooks: for each output, the hooks on its gradient. They are called with the full gradient, where it
             is complete.
-        calls: the backward under way.
+        calls: the backward that is being captured.
 
     Raises:
-        Refusal: the graph and what arrives do not fit together; nothing has been added then.
+        Refusal: the graph does not fit the values. Then nothing has been added.
     """
 
     def __init__(
@@ -241,7 +245,8 @@ class _Inlining:
         self._steps = _Steps(aot, call.wanted, self._grads)
 
     def run(self) -> tuple[list[Value], InlinedCall]:
-        """One gradient per argument of the forward; in the `InlinedCall` steps speak of these arguments."""
+        """Return one gradient for each argument of the forward. The steps of the `InlinedCall` list these
+        arguments."""
         entering = {tangent.slot for tangent in self._aot.tangents}
         for slot, grad in enumerate(self._given.grads):
             if slot not in entering:
@@ -266,7 +271,7 @@ class _Inlining:
     # tangents
 
     def _arrive_for(self, nodes: Iterable[fx.Node], step: int) -> None:
-        """Take in the tangents among `nodes`, as eager does when it comes to their outputs."""
+        """Bring in the tangents among `nodes`, when eager would reach the outputs that they belong to."""
         for node in nodes:
             if node in self._owner and node not in self._env:
                 number = self._owner[node]
@@ -293,14 +298,14 @@ class _Inlining:
             self._env[placeholder] = self._call(operator.getitem, (leaves, i), placeholder.name, step)
 
     def _complete(self, node: fx.Node) -> None:
-        """If the gradient of an output is whole with `node`, note it and call its hooks."""
+        """If `node` completes the gradient of an output, record the gradient and call the output's hooks."""
         for tangent in self._whole.get(node, ()):
             self._totals[tangent.slot] = self._env[node]
             if tangent.leaves == 1:
                 self._env[node] = self._hooked(self._env[node], tangent.slot, self._steps.of_users(node))
 
     def _hooked(self, grad: Value, slot: int, step: int = 0) -> Value:
-        """Call the hooks of an output; what they make of an undefined gradient is undefined."""
+        """Call the hooks of an output. If its gradient is undefined, so is the result."""
         after = grad
         for hook in self._hooks[slot]:
             after = hook(after if grad is not None else None, step)
@@ -354,7 +359,7 @@ class _Inlining:
 
 
 def _parts(gradient: fx.Node | BuiltGradient | None) -> list[fx.Node]:
-    """The nodes that a gradient is made of."""
+    """The nodes that a gradient is built from."""
     if gradient is None:
         return []
     if isinstance(gradient, fx.Node):

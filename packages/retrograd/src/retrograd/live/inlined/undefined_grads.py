@@ -1,14 +1,14 @@
-"""Which gradients are undefined in the graph of an AOT-compiled backward.
+"""Finds the undefined gradients in the graph of an AOT-compiled backward.
 
-In: the graph, the gradients wanted of it, and which of its tangents are undefined. Out: `UndefinedGrads`:
-what is undefined as in eager, in which order eager would have computed the rest, and where the gradient of an
-output of the forward is complete.
+In: the graph, the requested gradients, and which tangents are undefined. Out: `UndefinedGrads`: which values
+are undefined in eager, the order in which eager would have computed the others, and where the gradient of
+each output of the forward is complete.
 
-The graph was traced for tangents that are all there; AOTAutograd fills in zeros. Eager runs no node whose
+The graph was traced with all tangents defined, because AOTAutograd fills in zeros. Eager runs no node whose
 gradients are all undefined. A backward is linear in its tangents, so a value that depends only on undefined
-tangents is undefined too, and a sum loses that operand. Where another operation mixes defined and undefined
-operands, the undefined ones have to be zeros after all. If the size of one is not known, the tangent that it
-depends on has to be zeros.
+tangents is undefined too, and a sum loses such an operand. If another operation mixes defined and undefined
+operands, the undefined ones must be zeros after all. If the size of such an operand is unknown, the tangent
+that it depends on must be zeros.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from retrograd.graph.reach import bits_reaching, reached
 
 
 class UndefinedGrads:
-    """The analysis of one graph for one pattern of undefined tangents.
+    """The analysis of one graph for one set of undefined tangents.
 
     Args:
         graph: an AOT backward graph.
         tangents: the placeholders of each tangent.
-        undefined: numbers of the tangents that are undefined.
-        outputs: the values wanted; each entry has the nodes that one gradient is made of.
+        undefined: indices of the undefined tangents.
+        outputs: the requested values. Each entry lists the nodes that one gradient is built from.
 
     Attributes:
-        zeros: numbers of the undefined tangents that must be zeros.
+        zeros: indices of the undefined tangents that must be zeros.
         filled: undefined values that other operations need as zeros.
-        stands_for: a sum that lost its other operand -> the node that it equals.
-        totals: for each tangent, the node at which the gradient that it belongs to is complete.
+        stands_for: maps a sum that lost its other operand to the node that it equals.
+        totals: for each tangent, the node at which the full gradient of its output is complete.
         order: the nodes to compute, in eager's order.
-        key: sequence number of the forward operation whose backward is the last to need a node. Nodes run in
-            descending order of it.
+        key: for each node, the sequence number of the forward operation in whose backward it runs. Nodes run
+            in descending order of it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UndefinedGrads:
         outputs: Sequence[Sequence[fx.Node]],
     ) -> None:
         self._graph, self._tangents, self._outputs = graph, tangents, outputs
-        #: for each node, the tangents that it depends on, as bits.
+        #: for each node, a bit mask of the tangents that it depends on
         self._reach = bits_reaching(graph, {n: 1 << i for i, nodes in enumerate(tangents) for n in nodes})
         self._needed = _with_ancestors(part for parts in outputs for part in parts)
         self.zeros: set[int] = set()
@@ -69,7 +69,8 @@ class UndefinedGrads:
         return node in self._undefined
 
     def _spread(self, tangents: set[int]) -> set[int]:
-        """Find what is undefined if `tangents` are; returns those of them that must be zeros instead."""
+        """Find the values that are undefined if `tangents` are. Return those tangents that must be zeros
+        instead."""
         self._undefined = {node for number in tangents for node in self._tangents[number]}
         self.filled: set[fx.Node] = set()
         self.stands_for: dict[fx.Node, fx.Node] = {}
@@ -93,7 +94,7 @@ class UndefinedGrads:
         return set()
 
     def _fill(self, nodes: Iterable[fx.Node]) -> bool:
-        """Have zeros in place of the undefined ones of `nodes`, if their sizes are known."""
+        """Use zeros for the undefined ones of `nodes`, if their sizes are known. Return whether they are."""
         empty = [node for node in nodes if node in self._undefined]
         if not all(map(_has_static_value, empty)):
             return False
@@ -101,7 +102,7 @@ class UndefinedGrads:
         return True
 
     def _numbers(self, nodes: Iterable[fx.Node], missing: int) -> set[int]:
-        """The missing tangents that the undefined ones of `nodes` depend on."""
+        """The indices of the missing tangents that the undefined ones of `nodes` depend on."""
         bits = 0
         for node in nodes:
             if node in self._undefined:
@@ -119,16 +120,16 @@ class UndefinedGrads:
     # what eager's nodes would release
 
     def consumed(self) -> frozenset[float]:
-        """Keys of the eager nodes that would release what they saved."""
+        """Keys of the eager nodes that would release their saved tensors."""
         return self._saving(self.order)
 
     def consumed_for(self, number: int) -> frozenset[float]:
-        """The same, if only the gradient of this tangent's output is wanted."""
+        """The same, if only the gradient of this tangent's output is requested."""
         return self._saving(_with_ancestors([self.totals[number]]).keys() & set(self.order))
 
     def leaves_a_part(self) -> bool:
-        """Whether the part that depends on an undefined tangent can still be differentiated afterwards: eager
-        would need none of the nodes for it that ran now and had saved something."""
+        """Whether the part that depends on an undefined tangent can still be differentiated later: this
+        backward releases the saved tensors of none of the eager nodes in that part."""
         consumed = self.consumed()
         reached = self._reach.items()
         return not consumed or any(
@@ -137,7 +138,7 @@ class UndefinedGrads:
         )
 
     def _saving(self, nodes: Iterable[fx.Node]) -> frozenset[float]:
-        """Keys of those of `nodes` that compute with something that depends on no tangent, so is saved."""
+        """Keys of those of `nodes` that read a value that depends on no tangent, and so was saved."""
         return frozenset(
             self.key[node]
             for node in nodes
@@ -146,7 +147,8 @@ class UndefinedGrads:
 
 
 def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Container[fx.Node]) -> fx.Node:
-    """Follow the sums in which a tangent meets what the graph itself sends to the same output."""
+    """The node of the full gradient of an output: follow the sums that add what the graph itself sends to
+    that output."""
     current = tangent
     while True:
         users = [user for user in current.users if user in needed]
@@ -160,7 +162,7 @@ def _total(tangent: fx.Node, bit: int, reach: Mapping[fx.Node, int], needed: Con
 
 def _keys(graph: fx.Graph, reach: Mapping[fx.Node, int]) -> dict[fx.Node, float]:
     """Eager runs the backward of one region by descending sequence number. A node runs when the last value
-    that it depends on is there."""
+    that it depends on is ready."""
     own = _own_keys([node for node in graph.nodes if node.op == "call_function" and reach[node]])
     key: dict[fx.Node, float] = {}
     for node in graph.nodes:
@@ -174,7 +176,7 @@ def _keys(graph: fx.Graph, reach: Mapping[fx.Node, int]) -> dict[fx.Node, float]
 
 
 def _has_static_value(node: fx.Node) -> bool:
-    """Whether the graph knows the metadata of a node's value, and no size in it is symbolic."""
+    """Whether the graph knows the metadata of a node's value, and none of its sizes is symbolic."""
     fake = node.meta.get("val")
     return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
@@ -185,11 +187,11 @@ def _with_ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _own_keys(calls: Sequence[fx.Node]) -> dict[fx.Node, float]:
-    """The key of each call by itself. A graph from AOTAutograd's cache keeps no sequence numbers: in such a
+    """The key of each call by itself. A graph from AOTAutograd's cache has no sequence numbers, so in such a
     graph every gradient is ready as soon as possible.
 
-    Where the transposes of a linear layer have been folded into its products, the weight's gradient is ready
-    with the bias's; in eager it is ready one node later.
+    If the transposes of a linear layer have been folded into its products, the weight's gradient is ready
+    with the bias's. In eager it is ready one node later.
     """
     known = {node: float(node.meta["seq_nr"]) for node in calls if "seq_nr" in node.meta}
     keys = known or {node: -float(place) for place, node in enumerate(calls)}
@@ -215,7 +217,7 @@ def _adds(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether `node` adds two values that are known to have one shape."""
+    """Whether `node` adds two values that are known to have the same shape."""
     if not _adds(node):
         return False
     shapes = [_shape(argument) for argument in (*node.args, node)]

@@ -1,1 +1,1 @@
-"""Lowering: segments of a captured backward become code, with guards, shared where they are equal."""
+"""Lowering: compiles segments of a captured backward, with guards. Equal segments share their code."""

@@ -1,7 +1,7 @@
-"""Lower one segment, and lower it again when its guards fail.
+"""Lowers one segment, and lowers it again if its guards fail.
 
-In: a segment, as a function over a list of values, and the values that arrive. Out: a `Lowered` that
-fits them, which gives its outputs; or the reason why the segment is interpreted.
+In: a segment, as a function of a list of values, and the values that arrive. Out: a `Lowered` that fits the
+values and computes the segment's outputs; or the reason why the segment is interpreted.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ from retrograd.trace import InputGuard, Traced, changed_sizes, trace
 
 @dataclass(eq=False)
 class Lowered:
-    """One lowering: code, and what must hold for its use.
+    """One lowering: code, and the guards for its use.
 
     Attributes:
-        guard, modes: must hold. run: the backend's code, which takes the arguments at `fed` and whose results
-            stand at `given`. graph: the ATen graph. border: flattens tensor subclasses, if there are any.
-        has_run: whether it has run. is_deterministic: whether eager has run in its place, and had no error to
-            raise about an operation that is not deterministic.
-        later: the code, while it is compiled in the background.
+        guard: must hold for the arguments.
+        modes: must be the thread's modes.
+        run: the backend's code. It takes the arguments at the indices `fed`.
+        fed: indices of the arguments that the code takes.
+        given: for each output, its index among the results of the code; None for an output that is None.
+        graph: the ATen graph.
+        border: flattens tensor subclasses; None if there are none.
+        has_run: whether the code has run.
+        is_deterministic: whether eager has run in its place without an error about an operation that is not
+            deterministic.
+        pending: the code while it is compiled in the background.
     """
 
     guard: InputGuard
@@ -64,17 +70,18 @@ class Lowered:
     pending: PendingCode | None = None
 
     def guards(self) -> str:
-        """What must hold, for the report."""
+        """The guards as text, for the report."""
         return str(self.guard) if self.border is None else f"{self.border}; {self.guard}"
 
     def flat(self, args: list[Any]) -> list[Any] | None:
-        """The values that its code takes, if `args` fit; None if they do not."""
+        """The values that the code takes, if `args` fit; None if they do not."""
         flat = args if self.border is None else self.border.enter(args)
         return flat if flat is not None and self.guard.check(flat) else None
 
     @without_torch_functions
     def __call__(self, args: list[Any], flat: list[Any], run: Boxed) -> list[Any]:
-        """The outputs, computed by `run`, which is its code, perhaps recorded; both lists are emptied."""
+        """Compute the outputs with `run`, which is the code or a CUDA-graph recording of it. Both lists are
+        emptied."""
         passed = {} if self.border is None else self.border.passed_through(args)
         inputs = [flat[i] for i in self.fed]
         args.clear()
@@ -86,13 +93,13 @@ class Lowered:
 
 @dataclass(eq=False)
 class Lowerings:
-    """The results of lowering one function, for all that run the same one.
+    """The lowerings of one function. All segments that compute the same function share them.
 
     Attributes:
         codes: the newest first.
-        interpret_because: why it cannot be lowered; None if it could be, or has not been tried.
+        interpret_because: why it cannot be lowered; None if it could be, or was not tried yet.
         raised_in: the name of the call that could not be traced; None if there is none.
-        reason: why it cannot be lowered, if the backend has said so in full.
+        reason: the full reason why it cannot be lowered, if the backend gave one.
     """
 
     codes: list[Lowered] = field(default_factory=list)
@@ -101,7 +108,7 @@ class Lowerings:
     reason: Reason | None = None
 
 
-#: what falls back, in words.
+#: what falls back, for the report
 INTERPRETED_PART = "a part of a backward was interpreted"
 
 _WAY_OUT = "name the node in opaque=, or do nothing: outside strict mode, only this segment is not compiled"
@@ -111,12 +118,14 @@ Around = Callable[[fx.Node], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, eq=False)
 class SegmentFunction:
-    """A segment as a function of a list of values, which it empties, and how it is lowered.
+    """A segment as a function of a list of values, which it empties, and how to lower it.
 
     Attributes:
-        segment: its calls. number: its place among the segments of its schedule.
-        config, backend: how to lower it.
-        log: is told every lowering.
+        segment: its calls.
+        number: its index among the segments of its schedule.
+        config: the settings.
+        backend: lowers it.
+        log: receives every lowering.
     """
 
     segment: Segment
@@ -127,16 +136,17 @@ class SegmentFunction:
 
     @cached_property
     def run(self) -> Boxed:
-        """The segment as captured. Most segments of a deep model never run so: they run the code of an equal
-        one."""
+        """Run the segment as captured. Most segments of a deep model never do: they use the code of an equal
+        segment."""
         return boxed_calls(self.segment.inputs, self.segment.nodes, self.segment.outputs)
 
     def interpreted(self, args: list[Any]) -> Sequence[Any]:
-        """Its outputs, computed as captured; under a profiler its nodes get eager's ranges."""
+        """Compute its outputs as captured. Under a profiler, its nodes get eager's ranges."""
         return self.through(args, self.log.node_ranges) if profiling() else self.run(args)
 
     def through(self, args: list[Any], around: Around) -> Sequence[Any]:
-        """Its outputs, computed call by call inside `around`; values are let go after their last use."""
+        """Compute its outputs call by call, each inside the context `around`. Values are freed after their
+        last use."""
         values = dict(zip(self.segment.inputs, args, strict=True))
         args.clear()
         nodes = self.segment.nodes
@@ -153,7 +163,7 @@ class SegmentFunction:
         return tuple(values[node] for node in self.segment.outputs)
 
     def reason(self, text: str, way_out: str = _WAY_OUT, code: str = "segment-not-compiled") -> Reason:
-        """Why it is not compiled."""
+        """The reason why it is not compiled."""
         names = map(call_name, self.segment.nodes[:3])
         return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
 
@@ -166,7 +176,7 @@ class SegmentFunction:
 
 
 Symbolic = dict[int, frozenset[int]]
-#: code, and the values that it takes.
+#: code, with the values that it takes
 Found = tuple[Lowered, list[Any]]
 
 
@@ -178,14 +188,18 @@ class Lowerer:
         self.lowered: list[Lowered] = []
         self.interpret_because: str | None = None
         self._symbolic: Symbolic = {}
-        #: why the function, which was to be compiled, is interpreted from now on.
+        #: why a function that was to be compiled is interpreted from now on
         self.given_up: Reason | None = None
-        #: the call in which a trace has raised, until one succeeds.
+        #: the call in which the last trace raised; None once a trace succeeds
         self._raised_in: str | None = None
 
     @without_torch_functions
     def find(self, args: list[Any]) -> Found | None:
-        """Code for these values, made now if need be; None if the function is to be interpreted."""
+        """Find code for these values, or lower the function now. None if the function is to be interpreted.
+
+        Raises:
+            LoweringError: the function cannot be compiled, in strict mode; or the compile stance forbids it.
+        """
         try:
             modes = ThreadModes.now()
             for lowered in self.lowered:
@@ -201,7 +215,7 @@ class Lowerer:
         return None
 
     def _take_over(self, args: list[Any], modes: ThreadModes) -> Found | None:
-        """Code that was made for an equal function, if it fits."""
+        """Find code of an equal function that fits."""
         for lowered in self._shared.codes:
             if lowered.modes == modes and lowered not in self.lowered:
                 flat = lowered.flat(args)
@@ -213,7 +227,7 @@ class Lowerer:
         return None
 
     def _lower(self, args: list[Any]) -> Found | None:
-        """A new lowering for these values; None if the function is to be interpreted this time."""
+        """Lower the function for these values. None if it is to be interpreted this time."""
         how = self._fn
         if self._shared.interpret_because is not None:
             self.give_up(self._shared.interpret_because)
@@ -241,7 +255,7 @@ class Lowerer:
         return lowered, flat
 
     def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:
-        """Sizes that differ from the last lowering become symbolic; says what failed."""
+        """Make sizes symbolic that differ from the last lowering. Return which guard failed, as text."""
         last, dynamic = self.lowered[0] if self.lowered else None, self._fn.config.dynamic
         if last is None or not _is_alike(last.border, args):
             self._symbolic = _initially_symbolic(dynamic, flat, border.numbers if border else frozenset())
@@ -259,7 +273,7 @@ class Lowerer:
             run_flat = recorded if border is None else border.flattened(recorded)
             traced = _traced(self._fn, self._symbolic, run_flat, args)
             self._raised_in = None
-        graph = copied(traced.gm.graph)  # a backend may rewrite the one that it is given
+        graph = copied(traced.gm.graph)  # a backend may rewrite the graph that it receives
         guard = InputGuard(args, traced.fed, traced.example_inputs, traced.shape_env)
         run, pending = _code(self._fn, traced)
         return Lowered(
@@ -268,7 +282,8 @@ class Lowerer:
 
     @contextmanager
     def _recorded(self, node: fx.Node) -> Iterator[None]:
-        """Around the tracing of a call: its ATen nodes name the autograd node; if it raises, it is known."""
+        """Wraps the trace of one call: its ATen nodes carry the name of the autograd node, and if the trace
+        raises, we record the call."""
         with self._fn.log.node_recorded(node):
             try:
                 yield
@@ -282,7 +297,7 @@ class Lowerer:
         return bool(self.lowered) and self.lowered[0].guard.is_static
 
     def has_code(self, lowered: Lowered) -> bool:
-        """Whether the code is there, also if it was to be compiled in the background."""
+        """Whether the code is ready. If it was compiled in the background and is finished, take it now."""
         pending = lowered.pending
         if pending is not None and is_taken(pending):
             if (error := pending.exception()) is not None:
@@ -299,12 +314,16 @@ class Lowerer:
         tell(self.given_up, INTERPRETED_PART)
 
     def give_up(self, text: str, error: BaseException | None = None) -> None:
-        """The function cannot be compiled: interpret it from now on, or raise in strict mode."""
+        """Interpret the function from now on, because it cannot be compiled.
+
+        Raises:
+            LoweringError: in strict mode.
+        """
         reason = self._fn.reason(f"segment {self._fn.number} cannot be compiled: {text}")
         if self._fn.config.strict:
             raise LoweringError(reason) from error
         if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):
-            # as text: whoever keeps a record of the log must not keep the frames of the error
+            # format it as text: a log handler that keeps records must not keep the error's frames alive
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
         self._shared.interpret_because = text
         self._shared.reason = getattr(error, "reason", self._shared.reason)
@@ -324,9 +343,9 @@ def _traced(how: SegmentFunction, symbolic: Symbolic, run: Boxed, args: Sequence
 
 
 def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, PendingCode | None]:
-    """The backend's code, or the promise of it.
+    """The backend's code, or a handle for code that is still being compiled.
 
-    Code is not compiled in the background where determinism is asked for, because runs must not differ.
+    In deterministic mode we do not compile in the background, because runs must not differ.
     """
     compile = functools.partial(_compiled, how, traced, bool(ThreadModes.autocast_now()))
     patience = how.config.patience
@@ -339,7 +358,8 @@ def _code(how: SegmentFunction, traced: Traced) -> tuple[Boxed, PendingCode | No
 
 @without_autocast
 def _compiled(how: SegmentFunction, traced: Traced, is_autocast_on: bool) -> Boxed:
-    """Code that runs without autocast. The guard of modes sees to it that none is on where none was."""
+    """Compile code that runs without autocast. The guard on modes ensures that autocast is off at run time if
+    it was off at compile time."""
     code = compile_fallible(how.backend, traced.gm, traced.example_inputs, strict=how.config.strict)
     return without_autocast(code) if is_autocast_on else code
 
@@ -349,7 +369,11 @@ def _not_there(args: list[Any]) -> Sequence[Any]:
 
 
 def _stance_refuses(how: SegmentFunction, because: str) -> bool:
-    """Whether ``torch.compiler.set_stance`` has this function interpreted this time."""
+    """Whether ``torch.compiler.set_stance`` forbids a lowering now, so that the function is interpreted.
+
+    Raises:
+        LoweringError: the stance is ``fail_on_recompile``.
+    """
     stance = compile_stance()
     if stance == "fail_on_recompile":
         text = f"segment {how.number} has no code for its inputs, under {stance}: {because}"
@@ -358,8 +382,9 @@ def _stance_refuses(how: SegmentFunction, because: str) -> bool:
 
 
 def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], outer: frozenset[int]) -> Symbolic:
-    """Sizes that reach the segment as numbers are those that the engine saw change. They are symbolic from
-    the start, and so are dimensions of the same extent. `outer` are the numbers of subclass tensors."""
+    """The sizes that are symbolic from the start. A size that reaches the segment as a number is one that the
+    engine has seen change, so it is symbolic, and so are dimensions of the same extent. `outer` are the
+    numbers that belong to tensor subclasses."""
     if dynamic is False:
         return {}
     moving = {value for i, value in enumerate(args) if type(value) is int and i not in outer}
@@ -373,7 +398,7 @@ def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], outer: frozen
 
 
 def _border(args: list[Any]) -> tuple[SubclassBorder | None, list[Any]]:
-    """The border of these values, if there is a subclass among them, and the flat values behind it."""
+    """The border of these values, if they include a tensor subclass, and the flat values behind it."""
     if not any(map(is_wrapper, args)):
         return None, args
     border = SubclassBorder(args)
@@ -383,5 +408,5 @@ def _border(args: list[Any]) -> tuple[SubclassBorder | None, list[Any]]:
 
 
 def _is_alike(border: SubclassBorder | None, args: list[Any]) -> bool:
-    """Whether the values have the classes and metadata of those that `border` was made for."""
+    """Whether the values have the classes and metadata that `border` was made for."""
     return not any(map(is_wrapper, args)) if border is None else border.enter(args) is not None

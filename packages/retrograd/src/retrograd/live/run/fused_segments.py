@@ -1,8 +1,8 @@
-"""All segments of a plan as one function, recorded as one CUDA graph.
+"""Joins all segments of a plan into one function, which is recorded as one CUDA graph.
 
-In: a `PlanLayout` without user code, all of whose segments are to be compiled. Out: the layout in which one
-step runs all of them. It runs one after the other, until each runs code that nothing but sizes, strides and
-modes decides on; from then on it replays one recording of this code.
+In: a `PlanLayout` without user code, all of whose segments are to be compiled. Out: a layout in which one
+step runs all segments. That step runs them one after the other until each has code that depends only on
+sizes, strides and modes. From then on it replays one recording of this code.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from retrograd.report import PlanLog
 from retrograd.runtime.modes import ThreadModes, are_modes_plain
 from retrograd.trace import InputGuard
 
-#: for how many kinds of values and modes segments are recorded together, and how often that is tried.
+#: For at most this many combinations of values and modes we record the segments together, and we try at most
+#: this many times.
 MOST_RECORDED, ATTEMPTS = 4, 16
 
 
 def fused(layout: PlanLayout, runners: Sequence[SegmentRunner], log: PlanLog) -> PlanLayout | None:
     """The layout with one segment; None if a segment is not to be compiled, or there is none.
 
-    Its function reads and writes nothing but its values. It returns the gradients that are accumulated, then
-    the plan's outputs. A gradient to which somebody keeps a reference is copied into ``.grad``; others are
-    stolen.
+    The segment's function reads and writes nothing but its values. It returns the gradients to accumulate,
+    then the plan's outputs. A gradient with another reference is copied into ``.grad``; others are stolen.
     """
     segments = layout.schedule.segments
     if not segments or len(runners) < len(segments):
@@ -62,7 +62,7 @@ def fused(layout: PlanLayout, runners: Sequence[SegmentRunner], log: PlanLog) ->
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Code of all segments, and what must hold for its use."""
+    """The code of all segments, and the guards for its use."""
 
     guard: InputGuard
     modes: ThreadModes
@@ -73,8 +73,9 @@ class _Fused:
     """Runs all segments.
 
     Args:
-        join: makes one function of those of all segments. runners: of the segments. log: told what is not
-            recorded.
+        join: joins the functions of all segments into one.
+        runners: the runners of the segments.
+        log: receives what is not recorded.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class _Fused:
         self._attempts = 0
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """The outputs; `args` is emptied."""
+        """Compute the outputs. `args` is emptied."""
         modes = ThreadModes.now()
         may_be_recorded = are_modes_plain() and not any(one.is_interpreted for one in self._runners)
         for recorded in self._recorded if may_be_recorded else ():
@@ -110,7 +111,7 @@ class _Fused:
             return None
         try:
             return InputGuard(args, (), (), None)
-        except Exception:  # a value of which no guard can speak
+        except Exception:  # a value that no guard can check
             return None
 
 

@@ -1,10 +1,10 @@
-"""The steps of a plan as one Python function: to go from step to step costs a few local variables.
+"""Generates one Python function for the steps of a plan, so that a step costs only a few local variables.
 
-In: a `PlanLayout`: a schedule, and what runs its segments. Out: the text of the function and what it refers
-to. Every value is a local variable, deleted at its last use. The function is called with what the engine
-collected. It returns the plan's outputs; or None if a saved tensor has no version (nothing is consumed then);
-or, where user code has changed what the remaining steps are, the number of the next step and the values at
-hand.
+In: a `PlanLayout`, which has a schedule and the functions that run its segments. Out: the text of the
+function and the objects that it refers to. Every value is a local variable, deleted at its last use. The
+function receives what the engine collected, and returns one of three things. Usually it returns the plan's
+outputs. If a saved tensor has no version counter, it returns None, and nothing was consumed. If user code has
+changed what the remaining steps are, it returns the index of the next step and the current values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from retrograd.live.calls.user_code import mark_modified
 from retrograd.report import PlanLog
 from retrograd.runtime.modes import KeptModes, ModesKept, torch_functions_off
 
-#: calls that no class of tensors written in Python takes over: the engine's own closures, and ours.
+#: Calls that no tensor class written in Python can override: the engine's own closures, and ours.
 _NATIVE = frozenset({CallKind.NODE, CallKind.VALIDATE, CallKind.PROJECT, CallKind.SUM, CallKind.COPY_SLICES})
 
 _LISTS = {
@@ -52,18 +52,19 @@ _LISTS = {
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """What is written.
+    """The input of the generator.
 
     Attributes:
         schedule: the steps.
         placeholders: where values come from.
-        outputs: what is returned.
-        saved: placeholders whose version matters after user code has run.
-        runs: what runs segments, by step: it takes a list of the segment's inputs, which it empties, and
-            returns its outputs. The calls of the other segments stand in the function itself.
-        begun: for the rest of a backward, the versions that saved tensors had when it began.
-        leaked: modes that user code left switched, and the node call that they concern.
-        log: puts the ranges of a profiler around the steps; None where nobody looks.
+        outputs: what the function returns.
+        saved: placeholders whose version counter matters after user code has run.
+        runs: for each step that is a compiled segment, the function that runs it. It takes a list of the
+            segment's inputs, which it empties, and returns the segment's outputs. Calls of other segments are
+            written into the generated function itself.
+        begun: for the rest of a backward, the versions that saved tensors had when the backward began.
+        leaked: modes that user code left switched, and the index of the node call that they affect.
+        log: puts profiler ranges around the steps; None if no profiler runs.
     """
 
     schedule: Schedule
@@ -76,7 +77,7 @@ class PlanLayout:
     log: PlanLog | None = None
 
     def with_steps(self, steps: Sequence[PlanStep], runs: Sequence[Boxed]) -> PlanLayout:
-        """Other steps, and what runs the segments among them."""
+        """The layout with other steps, and with `runs` for the segments among them."""
         reads = [step.inputs if isinstance(step, Segment) else step.node.all_input_nodes for step in steps]
         segments = [number for number, step in enumerate(steps) if isinstance(step, Segment)]
         schedule = Schedule(tuple(steps), dying_values(reads, self.outputs))
@@ -84,11 +85,12 @@ class PlanLayout:
 
 
 class GeneratedSource:
-    """The function for a `PlanLayout`, as text.
+    """The generated function of a `PlanLayout`.
 
     Attributes:
-        emit: its lines and variables. function: itself.
-        watched: saved tensors, by the places of their versions in the variable `versions`.
+        emit: its lines and variables.
+        function: the function.
+        watched: saved tensors, in the order of their versions in the variable `versions`.
     """
 
     def __init__(self, layout: PlanLayout) -> None:
@@ -137,9 +139,10 @@ class GeneratedSource:
             bound = {s.index: node for node, s in self._layout.placeholders if s.kind is kind and node.users}
             if bound:
                 nodes = [bound.get(i) for i in range(max(bound) + 1)]
-                targets = ("_" if node is None else self.emit.name(node) for node in nodes)
-                self.emit.line(f"{', '.join(targets)}, *_ = call.{name}")
-                unused = True
+                targets = ["_" if node is None else self.emit.name(node) for node in nodes]
+                unused |= None in nodes
+                # Without a star: Python allows 255 targets before one.
+                self.emit.line(f"{', '.join(targets)}{',' * (len(nodes) == 1)} = call.{name}[:{len(nodes)}]")
         if unused:
             self.emit.line("del _")
 
@@ -161,7 +164,8 @@ class GeneratedSource:
             may_be_changed |= not isinstance(step, Segment)
 
     def _if_changed(self, number: int, then: str) -> None:
-        """Do what `then` says with the saved tensors that step `number` reads, if one was changed."""
+        """Emit `then` for step `number`, under the condition that a saved tensor that the step reads was
+        changed."""
         if saved := self._checked.get(number):
             tests = " or ".join(f"{name}._version != {version}" for name, version in saved.items())
             pairs = "".join(f"({name}, {version}), " for name, version in saved.items())
@@ -170,8 +174,8 @@ class GeneratedSource:
     # the steps
 
     def _is_quiet(self, number: int) -> bool:
-        """Whether step `number` calls no Python function that classes of tensors may take over, and nothing
-        has to stand around it."""
+        """Whether step `number` calls no Python function that a tensor class can override, and needs no
+        context manager around it."""
         step = self._steps[number]
         if self._layout.log is not None or self._is_leaked(step) or isinstance(step, OpaqueCall):
             return False
@@ -185,7 +189,7 @@ class GeneratedSource:
         return self._layout.leaked is not None and here == self._layout.leaked[0]
 
     def _stretch(self, number: int) -> int:
-        """Steps around which nothing stands; returns the number of the step after them."""
+        """Emit consecutive quiet steps. Return the index of the step after them."""
         with self.emit.block("with quiet():"):
             while number < len(self._steps) and self._is_quiet(number):
                 step = self._steps[number]
@@ -196,7 +200,7 @@ class GeneratedSource:
         return number
 
     def _single(self, number: int) -> int:
-        """One step, with what stands around it; returns the number of the step after it."""
+        """Emit one step with the context managers that it needs. Return the index of the next step."""
         step, around = self._steps[number], []
         if isinstance(step, Segment) and number in self._checked:
             with self.emit.block("with quiet():"):
@@ -234,18 +238,19 @@ class GeneratedSource:
         self.emit.line("del args")
 
     def _shorter(self, node: fx.Node) -> str | None:
-        """What gives the same as a call of a node or a check, and is quicker."""
+        """A faster expression with the same result as the call of a node or a check; None if there is
+        none."""
         if _returns_what_it_is_given(node):
             return self.emit.expression(node.args[0])
         if call_of(node).kind is not CallKind.VALIDATE or not isinstance(node.target, OutputCheck):
             return None
         if any(arg not in node.args[0] for arg in node.all_input_nodes):  # type: ignore[operator]
-            return None  # a size differs from run to run
+            return None  # a size may differ between runs
         check = self.emit.refer("check", RememberingCheck(node.target, node.args[1:]))
         return f"{check}({self.emit.expression(node.args[0])})"
 
     def _accumulations(self, number: int, most: int | None = None) -> int:
-        """Consecutive accumulations, `most` of them; returns the number of the step after them."""
+        """Emit consecutive accumulations, at most `most` of them. Return the index of the step after them."""
         batch: list[fx.Node] = []
         first = number
         while number < len(self._steps) and len(batch) != most:
@@ -254,7 +259,7 @@ class GeneratedSource:
                 break
             batch.append(step.node)
             number += 1
-            if step.node.args[2]:  # its hooks see the gradient
+            if step.node.args[2]:  # its post hooks read the gradient
                 break
         gone = list(dict.fromkeys(node for i in range(first, number) for node in self._dying[i]))
         variables: list[fx.Node] = [node.args[0] for node in batch]  # type: ignore[misc]
@@ -292,7 +297,8 @@ def _nodes_of(step: PlanStep) -> Sequence[fx.Node]:
 
 
 def _returns_what_it_is_given(node: fx.Node) -> bool:
-    """Whether the call is the backward of an alias, or checks its results as its gradients were checked."""
+    """Whether the call is the backward of an alias, or a check of results whose gradients passed the same
+    check."""
     if call_of(node).kind is not CallKind.VALIDATE:
         return is_alias(node)
     if not isinstance(node.target, OutputCheck):
@@ -302,7 +308,8 @@ def _returns_what_it_is_given(node: fx.Node) -> bool:
 
 
 def _is_checked(result: Any, asked: Any) -> bool:
-    """Whether the result of an alias's backward was checked before against the same metadata."""
+    """Whether the gradient behind this result of an alias's backward has passed a check against the same
+    metadata."""
     for is_step in (is_alias, lambda node: call_of(node).kind is CallKind.VALIDATE):
         if result is None or result.op != "call_function" or call_of(result).kind is not CallKind.PROJECT:
             return False
@@ -314,7 +321,7 @@ def _is_checked(result: Any, asked: Any) -> bool:
 
 
 def _is_only_for_post_hooks(accumulation: fx.Node) -> bool:
-    """Whether the plan keeps the gradient for nothing but the post hooks of this AccumulateGrad node."""
+    """Whether the plan holds the gradient only for the post hooks of this AccumulateGrad node."""
     grad = accumulation.args[1]
     assert isinstance(grad, fx.Node)
     remaining = [user for user in grad.users if accumulation < user]

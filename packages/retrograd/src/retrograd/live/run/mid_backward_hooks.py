@@ -1,8 +1,8 @@
-"""What is left of a running backward, with the hooks that came and without those that went.
+"""Rebuilds the rest of a running backward after hooks were added or removed.
 
-In: the steps done, the values at hand and the `HookChanges` since. Out: the remaining `BackwardGraph` and
-the values of its placeholders. Eager takes a snapshot of a tensor's (or node's) hooks when it begins to call
-them, so a change to the very hooks that are being called counts only from the next backward on.
+In: the finished steps, the current values, and the `HookChanges` since. Out: the remaining `BackwardGraph`
+and the values of its placeholders. Eager takes a snapshot of a tensor's (or node's) hooks before it calls
+them. So a change to the hooks that are being called takes effect only in the next backward.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ def rest_with_changes(
     backward: LiveBackward,
     changes: HookChanges,
 ) -> tuple[BackwardGraph, dict[fx.Node, Any]]:
-    """Lay out the rest.
+    """Build the remaining backward.
+
+    Args:
+        graph: the whole backward in eager's order.
+        done: its steps up to the call that made the changes.
+        values: the values that later steps read. Hooks that were removed are replaced in it.
+        backward: has the live graph.
+        changes: is emptied.
 
     Returns:
         The remaining backward and the values of its placeholders: first those of `values`, in order.
-
-    Args:
-        graph: the whole backward in eager's order. done: its steps up to the call that made the changes.
-        values: the values that later steps read; hooks that were removed are replaced in it.
-        backward: knows the live graph. changes: is emptied.
     """
     finished = set(_nodes(done))
     current = done[-1]
@@ -66,7 +68,7 @@ def rest_with_changes(
 def _by_node_call(
     late: Sequence[LateHook], backward: LiveBackward, current: OpaqueCall
 ) -> dict[int, list[LateHook]]:
-    """The hooks that came, by node call; those on nodes that are not in this backward are left out."""
+    """The added hooks, by node call. Hooks on nodes outside this backward are left out."""
     came: dict[int, list[LateHook]] = {}
     here = call_of(current.node)
     for hook in late:
@@ -79,7 +81,7 @@ def _by_node_call(
 
 
 def _same_hooks(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two hook calls are of one kind at one node: eager took their snapshot together."""
+    """Whether two hook calls have one kind and one node: eager took their snapshot together."""
     one, two = call_of(node), call_of(other)
     return (one.node_call, one.hook, one.enters) == (two.node_call, two.hook, two.enters)
 
@@ -94,7 +96,7 @@ def _nodes(steps: Sequence[PlanStep]) -> Iterator[fx.Node]:
 
 
 class _Rest:
-    """What remains of `backward`. What has been computed already is a placeholder in it.
+    """The remaining part of `backward`. Values that were computed already become its placeholders.
 
     Law: a new hook runs where eager would call it, after the older hooks of its kind.
 
@@ -131,7 +133,7 @@ class _Rest:
         return node
 
     def _blocks(self) -> list[tuple[int, list[fx.Node]]]:
-        """The remaining part of each node call, and of each step of an inlined node."""
+        """The remaining calls of each node call, and of each step of an inlined node."""
         blocks: dict[tuple[int, int], list[fx.Node]] = {}
         for node, call in self._backward.calls():
             if node not in self._done:
@@ -139,9 +141,10 @@ class _Rest:
         return [(index, nodes) for (index, _), nodes in blocks.items()]
 
     def _block(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
-        """One node call: its hooks before, the node, its hooks after, then the sums that it feeds.
+        """Add one node call: the hooks before it, the node, the hooks after it, then the sums of its results.
 
-        Hooks that are called are taken out of `waiting`."""
+        We remove the hooks that we add from `waiting`.
+        """
         own = [node for node in nodes if call_of(node).kind is not CallKind.SUM]
         for node in own:
             is_hook = call_of(node).hook is not None
@@ -157,7 +160,8 @@ class _Rest:
                 self._copy(node)
 
     def _insert_at_entry(self, node: fx.Node, own: Sequence[fx.Node], waiting: list[LateHook]) -> None:
-        """Insert hooks on a gradient that enters an inlined node: before that, or after its older hooks."""
+        """Add the hooks on a gradient that enters an inlined node: before it enters, or after its older
+        hooks."""
         call = call_of(node)
         hooks = [n for n in own if call_of(n).hook is not None and call_of(n).enters == call.enters]
         if call.enters is None or node is not (hooks[-1] if hooks else node):
@@ -169,7 +173,7 @@ class _Rest:
             self._rename(grad, self._call(user_code.call_tensor_hook, args, call, hook.kind))
 
     def _insert_before(self, node: fx.Node, waiting: list[LateHook]) -> None:
-        """Insert the hooks that run before `node`."""
+        """Add the hooks that run before `node`."""
         kinds = _kinds_before(node)
         for hook in [hook for hook in waiting if hook.kind in kinds]:
             waiting.remove(hook)
@@ -222,7 +226,7 @@ class _Rest:
 
 
 def _kinds_before(node: fx.Node) -> tuple[HookKind, ...]:
-    """The kinds of hooks that are called before a call that takes gradients."""
+    """The kinds of hooks that eager calls before this call, which takes gradients."""
     call = call_of(node)
     if call.kind.is_node and node.target is not None and _gradients(node):
         return HookKind.TENSOR_PRE, HookKind.NODE_PRE

@@ -1,11 +1,10 @@
-"""Run a backward step by step.
+"""Runs a backward step by step.
 
 In: a `BackwardGraph` in eager's order, and at run time what the engine collected. Out: the gradients that
-``autograd.grad`` returns, and ``.grad`` written. Values are freed as soon as their last step has read them.
+``autograd.grad`` returns; ``.grad`` is written. Values are freed after the last step that reads them.
 
-The steps are one generated function (see `live.run.generated_source`). Where user code changes what the
-remaining steps are (a hook came or went, or a mode was left switched), these become a plan of their own,
-which runs once.
+The steps are one generated function (see `live.run.generated_source`). If user code adds or removes a hook,
+or leaves a mode switched, the remaining steps change. They become another plan, which runs once.
 """
 
 from __future__ import annotations
@@ -50,30 +49,30 @@ from retrograd.report import BackwardReport, PlanLog
 from retrograd.runtime.modes import KeptModes, UserCode
 from retrograd.runtime.profiler import profiling
 
-#: from this many copies of a region on, a segment that is no copy is compiled later, if it makes up no more
-#: than one part in this many of the backward.
+#: A segment that is not a copy of a region is compiled later if some region has at least this many copies,
+#: and the segment makes up at most one n-th of the backward, where n is this number.
 REGION_RULES = 6
 
-#: how often it is interpreted until then.
+#: how often such a segment is interpreted first
 RUNS_OF_THE_REST = 4
 
 _RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
-#: for plans without user code, which alone could change a hook.
+#: for plans without user code: only user code can change hooks
 _NO_CHANGES = nullcontext(HookChanges())
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What the rest of a backward has to know of its beginning.
+    """What the rest of a backward needs to know about its beginning.
 
     Attributes:
-        versions: that saved tensors had when the backward began.
-        leaked: modes that user code left switched, and the node call that they concern. Eager puts the
-            thread's modes back between nodes, not between the hooks of a node and the node itself: after a
-            pre hook that leaves grad mode on, the gradients of its own node have a history.
+        versions: the versions that saved tensors had when the backward began.
+        leaked: modes that user code left switched, and the index of the node call that they affect. Eager
+            restores the thread's modes between nodes, but not between the hooks of a node and the node
+            itself. So after a pre hook that leaves grad mode on, the gradients of its node have a history.
     """
 
     versions: Versions
@@ -84,13 +83,17 @@ class Plan:
     """The steps of one backward, with the code of its segments.
 
     Args:
-        graph: the calls. config, backend: how they are lowered.
-        raised: calls that could not be traced, by name, with what they raised.
+        graph: the calls.
+        config: the settings.
+        backend: lowers the segments.
+        raised: calls that could not be traced, by name, with their errors.
         rest: for the rest of a backward; None for a whole one.
 
     Attributes:
-        schedule: the steps. report, log: of them.
-        runs_user_code: whether a step calls something that can look at the running backward.
+        schedule: the steps.
+        report: the report of this plan.
+        log: writes into the report.
+        runs_user_code: whether a step calls something that can inspect the running backward.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Plan:
         self.runs_user_code = self._opaque_calls > 0
         self.report = BackwardReport(graph, self.schedule, backend.name)
         self.log = PlanLog(self.report)
-        # Where no user code stands between segments, all of them are recorded together.
+        # If no user code runs between segments, all of them are recorded together.
         is_fused = config.cudagraphs and not self.runs_user_code
         own = replace(config, cudagraphs=False) if is_fused else config
         segments = [(i, step) for i, step in enumerate(self.schedule.steps) if isinstance(step, Segment)]
@@ -133,12 +136,12 @@ class Plan:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether calls that could not be traced stand in segments, which are interpreted for that. In a plan
-        that is told of them they stand apart, and the rest is compiled."""
+        """Whether segments are interpreted because they contain calls that could not be traced. A new plan
+        that knows these calls puts them into separate segments, and compiles the rest."""
         return any(one.shared.raised_in not in (None, *self._raised) for one in self._compiled.values())
 
     def raised(self) -> dict[str, str]:
-        """The calls that could not be traced, by name, with what they raised."""
+        """The calls that could not be traced, by name, with their errors."""
         shared = [one.shared for one in self._compiled.values()]
         new = {one.raised_in: one.interpret_because or "" for one in shared if one.raised_in is not None}
         return {**self._raised, **new}
@@ -149,7 +152,7 @@ class Plan:
         return list(dict.fromkeys(reason for reason in found if reason is not None))
 
     def postpone(self, because: str) -> None:
-        """Interpret in the next run what is not compiled yet."""
+        """In the next run, interpret the segments that are not compiled yet."""
         for runner in self._compiled.values():
             runner.postpone(because)
 
@@ -179,7 +182,7 @@ class Plan:
         values, versions = source.found_in(variables)
         variables.clear()
         leaked = (backward.node_call, user.left) if user and user.left else self._leaked
-        # Lay out the remaining steps again.
+        # Plan the remaining steps again.
         graph, rest = rest_with_changes(self._graph, done, values, backward, changes)
         new = dict(zip(values, rest, strict=False))
         versions = {new[node]: version for node, version in versions.items() if node in new}
@@ -190,7 +193,7 @@ class Plan:
         return plan._run(remaining, backward, changes)
 
     def _watch_less(self, call: Collected) -> None:
-        """Saved tensors without a version, as those of inference mode, are not watched from now on."""
+        """From now on, do not watch saved tensors that have no version counter, such as inference tensors."""
         sources = {node: source.index for node, source in self._layout.placeholders}
         saved = [node for node in self._layout.saved if versions_of([call.inputs[sources[node]]]) != [None]]
         self._layout = replace(self._layout, saved=frozenset(saved))
@@ -199,7 +202,7 @@ class Plan:
 
     @cached_property
     def _profiled(self) -> GeneratedSource:
-        """The function that tells a profiler of each step."""
+        """The generated function with a profiler range around each step."""
         runs = {step: runner.run for step, runner in self._runners.items()}
         return GeneratedSource(replace(self._layout, runs=runs, log=self.log))
 
@@ -222,7 +225,7 @@ def _schedule(
 
 
 def _calls_named(graph: BackwardGraph, reasons: Mapping[str, str]) -> dict[fx.Node, str]:
-    """The functional calls whose names have a reason, with it."""
+    """The functional calls whose names are in `reasons`, with the reason."""
     if not reasons:
         return {}
     names = {node: call_name(node) for node, call in graph.calls() if call.kind.is_functional}
@@ -230,8 +233,8 @@ def _calls_named(graph: BackwardGraph, reasons: Mapping[str, str]) -> dict[fx.No
 
 
 def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner]) -> None:
-    """Where one region makes up most of a backward, a part that is met only once, and is small, waits:
-    compiling it takes as long as compiling the region, and pays little."""
+    """If copies of one region make up most of a backward, postpone each small segment that occurs only once:
+    compiling it takes as long as compiling the region, and gains little."""
     shared = [id(runner.shared) for runner in runners]
     copies = Counter(shared)
     if max(copies.values(), default=0) < REGION_RULES:
@@ -243,7 +246,7 @@ def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner]) -> 
 
 
 def _saved_tensors(backward: BackwardGraph) -> frozenset[fx.Node]:
-    """Placeholders that nodes read as saved tensors (not as incoming gradients, nor to write `.grad`)."""
+    """Placeholders that nodes read as saved tensors, not as incoming gradients, nor to write `.grad`."""
     reads = {CallKind.NODE, CallKind.ATEN, CallKind.CPP_FUNCTION, CallKind.FUNCTION}
     return frozenset(
         value

@@ -1,8 +1,8 @@
-"""Run segments: by code that fits and may run now, else as captured.
+"""Runs segments: with compiled code that fits and may run now, else as captured.
 
 In: a `Segment`, and the values that arrive. Out: its outputs. Equal segments share their code. If its code
-fails, a segment is interpreted: by generated code, or call by call where something stands around each call
-(under a profiler, and where user code has left modes switched).
+fails, a segment is interpreted. That usually means generated Python code. Under a profiler, or if user code
+has left modes switched, we run it call by call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOTHING = nullcontext()
 
 
 class SegmentRunner:
-    """Runs one segment: lowers it at first use, and again when guards fail."""
+    """Runs one segment. Lowers it at first use, and again when guards fail."""
 
     def __init__(
         self, fn: SegmentFunction, interpret_because: str | None = None, shared: Lowerings | None = None
@@ -47,21 +47,21 @@ class SegmentRunner:
         self._graphed: dict[Lowered, Boxed] = {}
         self._told: set[str] = set()
         self._postponed = ("", 0)
-        #: the code that ran last, of plain tensors.
+        #: the code that ran last, if it takes no tensor subclasses
         self.ran: Lowered | None = None
 
     def postpone(self, because: str, runs: int = 1) -> None:
-        """Interpret the next `runs`, if nothing is compiled yet and something will be."""
+        """Interpret the next `runs`, unless the segment has been compiled or never will be."""
         if not self.lowerer.lowered and not self.is_interpreted:
             self._postponed = because, runs
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether it will never be lowered (again)."""
+        """Whether the segment will never be lowered (again)."""
         return self.lowerer.interpret_because is not None
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """The function's outputs; `args` is emptied."""
+        """Compute the outputs. `args` is emptied."""
         if self.lowerer.interpret_because is not None or self._is_interpreted_now(args):
             return self.fn.interpreted(args)
         found = self.lowerer.find(args)
@@ -69,14 +69,14 @@ class SegmentRunner:
             return self.fn.interpreted(args)
         lowered, flat = found
         if lowered.modes.deterministic and not lowered.is_deterministic:
-            # Eager may have to raise. Where it warns (mode 1), it does so each time.
+            # Eager may have to raise an error about determinism. In mode 1 it warns, in each run.
             results = self.fn.interpreted(args)
             lowered.is_deterministic = lowered.modes.deterministic != 1
             return results
         return self._execute(lowered, args, flat)
 
     def _is_interpreted_now(self, args: list[Any]) -> bool:
-        """Whether this run is interpreted, though there may be code for others."""
+        """Whether this run is interpreted, although there may be code."""
         because, runs = self._postponed
         if runs:
             self._postponed = because, runs - 1
@@ -87,8 +87,8 @@ class SegmentRunner:
         return now is not None
 
     def _execute(self, lowered: Lowered, args: list[Any], flat: list[Any]) -> Sequence[Any]:
-        """Run compiled code. In its first run its inputs are held, so that a failure only costs the
-        compilation. Later they are freed as it goes on, and a failure can only be reported."""
+        """Run compiled code. We hold the inputs during its first run, so that a failure costs only the
+        compilation. In later runs the code frees them as it goes, and we can only report a failure."""
         self.ran = lowered if lowered.has_run and lowered.border is None else None
         if lowered.has_run:
             with self.fn.log.segment_range(self.fn.segment, self.fn.number) if profiling() else _NOTHING:
@@ -98,7 +98,7 @@ class SegmentRunner:
             results = lowered(args, flat, self.code_of(lowered))
         except Exception as error:
             counters["run_failures"] += 1
-            # Holding the inputs takes memory: without that the code may have what it needs.
+            # The inputs that we hold take memory. Without them the code may have enough.
             lowered.has_run = isinstance(error, torch.OutOfMemoryError)
             if not lowered.has_run:
                 self.lowerer.give_up(f"its code failed: {first_line(error)}", error)
@@ -108,7 +108,11 @@ class SegmentRunner:
         return results
 
     def run_code(self, lowered: Lowered, args: list[Any], flat: list[Any], code: Boxed) -> Sequence[Any]:
-        """Run code that has worked; if it fails, the next backward interprets the segment."""
+        """Run code that has worked before. If it fails, later backwards interpret the segment.
+
+        Raises:
+            Exception: whatever the code raises.
+        """
         try:
             return lowered(args, flat, code)
         except Exception as error:
@@ -121,8 +125,8 @@ class SegmentRunner:
             raise
 
     def code_of(self, lowered: Lowered) -> Boxed:
-        """The code, recorded as a CUDA graph if that is wanted. The recording is for this place alone:
-        another place that runs the same code has its inputs elsewhere."""
+        """The code, recorded as a CUDA graph if the user asks for that. Only this runner uses the recording:
+        another segment that runs the same code has its inputs at other addresses."""
         if not self.fn.config.cudagraphs:
             return lowered.run
         if lowered not in self._graphed:
@@ -130,17 +134,17 @@ class SegmentRunner:
         return self._graphed[lowered]
 
 
-#: runners of segments, by settings, place and structure: those of an earlier plan serve equal segments.
+#: Runners, by settings, index, structure and node calls. Those of an earlier plan are used again for equal
+#: segments.
 _runners: Recent[SegmentRunner] = Recent()
 
-#: the code of segments, by settings and structure.
+#: the code of segments, by settings and structure
 _lowerings: Recent[Lowerings] = Recent()
 
 
 def runner_of(segment: Segment, number: int, config: Config, backend: Backend, log: PlanLog) -> SegmentRunner:
-    """A runner for the segment: that of an equal segment in the same place of an earlier plan, if there was
-    one; else a new one, which shares the code of equal segments in other places.
-    """
+    """A runner for the segment. If an earlier plan has an equal segment with the same index, we use its
+    runner. Else it is a new one, which shares its code with equal segments that have other indices."""
     because = _why_interpreted(segment, backend)
     structure = structure_of(segment.nodes, segment.inputs, segment.outputs) if because is None else None
 
@@ -151,7 +155,7 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
         return make()
 
     shared, _ = _lowerings.get((config, structure), Lowerings)
-    # The runner knows its calls by node call: for profilers, and for modes that hooks leave switched.
+    # The runner refers to its calls by node call, for profilers and for modes that hooks leave switched.
     node_calls = tuple(call_of(node).node_call for node in segment.nodes)
     runner, is_new = _runners.get((config, number, structure, node_calls), lambda: make(shared))
     if not is_new:
