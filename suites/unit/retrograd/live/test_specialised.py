@@ -468,3 +468,16 @@ def test_the_collector_runs_in_hooks_and_stays_off_if_it_was() -> None:
         finally:
             gc.enable()
     assert states == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+def test_a_backward_may_have_hundreds_of_leaves(backend: str) -> None:
+    """Python allows 255 targets before a star, and a deep model has more parameters."""
+    leaves = [torch.full((2,), 1.0 + i / 300, requires_grad=True) for i in range(300)]
+    value = torch.ones(2)
+    for one in leaves:
+        value = value * one.sin()
+    expected = torch.autograd.grad(value.sum(), leaves, retain_graph=True)
+    with retrograd.compiled_autograd(backend=backend, strict=True):
+        value.sum().backward()
+    assert [one.grad.tolist() for one in leaves] == [grad.tolist() for grad in expected]
