@@ -78,7 +78,7 @@ def private(root: Path) -> list[Path]:
     return [
         *behind,
         home / "graph/fx.py",
-        home / "graph/calls.py",
+        home / "graph/operator_effects.py",
         home / "graph/aliases.py",
         home / "probe.py",
     ]

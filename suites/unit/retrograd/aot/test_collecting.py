@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import retrograd
 from retrograd.facts import patches
-from retrograd.graph.calls import RefusingAsynchronous, around_collecting
+from retrograd.graph.operator_effects import RefusingAsynchronous, around_collecting
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from retrograd.engine.request import LiveBackward
 from retrograd.graph.backward_graph import BackwardGraph, readable
 from retrograd.live.capture.segments import cut
 from retrograd.live.captured import CapturedBackward
-from retrograd.passes.eager_layout import verify_layout
+from retrograd.passes.eager_reordering import verify_layout
 from unit.retrograd.programs import leaf
 
 

@@ -28,11 +28,11 @@ from retrograd.aot.trace.enter import Inputs
 from retrograd.backends.registry import EagerBackend
 from retrograd.engine import put_in_place, saved_tensors_of
 from retrograd.errors import CaptureError
-from retrograd.graph.calls import errors_by_value
 from retrograd.graph.eager_order import LiveGraph
 from retrograd.graph.fx import SAVED_FOR, depends_on_data, has_effect, is_operator_overload
 from retrograd.graph.joint import primal_name
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind, Update
+from retrograd.graph.operator_effects import errors_by_value
 from retrograd.graph.reach import bits_reaching, reached
 from retrograd.runtime.modes import without_autocast
 from retrograd.runtime.subclass import PLAIN

@@ -56,6 +56,10 @@ class Answer(Future[str | None]):
 class Backend:
     """Compiles and runs segments.
 
+    What `compile` returns takes one list of inputs, which it may empty, and returns the graph's outputs. It
+    promises their number, shapes and dtypes, and eager's strides for the first `visible` of them. It writes
+    to inputs only if `takes_writes`. If it raises, the inputs are unchanged.
+
     Attributes:
         name: shown in reports.
         traces: whether segments are traced to ATen. If not, they are interpreted as captured, and gradients

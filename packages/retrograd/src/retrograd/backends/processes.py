@@ -44,7 +44,7 @@ from retrograd.backends.inductor import (
 )
 from retrograd.errors import Refusal, first_line
 from retrograd.events import AOT_LOGS, counters
-from retrograd.graph.calls import defining_modules
+from retrograd.graph.operator_effects import defining_modules
 from retrograd.policy import FIRST_WORK, IDLE, LONGEST_WAIT, MOST_PROCESSES, WORKERS_EACH
 from retrograd.process import ForkSafeLock, forgotten_by_reset
 from retrograd.runtime.cuda import is_memory_scarce

@@ -29,9 +29,9 @@ from retrograd.cudagraphs.refusals import (
 )
 from retrograd.errors import Reason
 from retrograd.graph.aliases import aliased_inputs
-from retrograd.graph.calls import custom_operators
 from retrograd.graph.emit import Boxed
 from retrograd.graph.fx import written_inputs
+from retrograd.graph.operator_effects import custom_operators
 from retrograd.policy import MOST_SETS, MOST_SIZES, MUCH
 from retrograd.report import process_report
 from retrograd.runtime.cuda import CudaRecorder

@@ -39,7 +39,8 @@ from retrograd.errors import first_line
 from retrograd.facts import functions
 from retrograd.facts.patches import handle
 from retrograd.facts.releases import raised_on_fakes
-from retrograd.graph.calls import (
+from retrograd.graph.fx import OF_TORCH
+from retrograd.graph.operator_effects import (
     OF_CHECKS,
     OF_THE_USER,
     OF_VALUES,
@@ -47,10 +48,9 @@ from retrograd.graph.calls import (
     RefusingAsynchronous,
     errors_by_value,
 )
-from retrograd.graph.fx import OF_TORCH
 from retrograd.graph.structure import is_same
 from retrograd.runtime import pytree
-from retrograd.runtime.handlers import catches
+from retrograd.runtime.except_clauses import catches
 
 _RAISED = raised_on_fakes(exc)
 

@@ -42,7 +42,7 @@ from retrograd.dynamo.eager_breaks import Watch, break_graph, differentiate, kee
 from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
-from retrograd.graph.calls import RefusingAsynchronous
+from retrograd.graph.operator_effects import RefusingAsynchronous
 from retrograd.runtime import pytree
 from retrograd.runtime.tensor import storage_of
 from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional

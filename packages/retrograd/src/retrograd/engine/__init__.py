@@ -3,7 +3,6 @@
 In: arguments of a backward, autograd nodes and hooks. Out: what the engine collected or ran, as plain values.
 """
 
-from retrograd.engine.aot_functions import is_aot_node, tensors_on_context
 from retrograd.engine.by_value import results_by_value
 from retrograd.engine.collection import (
     GATEWAYS,
@@ -86,6 +85,7 @@ from retrograd.engine.saved import (
     saved_tensors_of,
     saves_tensors,
 )
+from retrograd.engine.stock_aot import is_aot_node, tensors_on_context
 from retrograd.engine.stock_entry import window
 from retrograd.engine.under_way import (
     answer_queries,

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from retrograd.engine.aot_functions import is_aot_node, read_aot_backward
 from retrograd.engine.collection import runtime_wrapper
+from retrograd.engine.stock_aot import is_aot_node, read_aot_backward
 from retrograd.errors import Refusal
 from retrograd.facts.releases import accumulated
 from retrograd.graph.backward_graph import AotCall, HookKind

@@ -9,7 +9,7 @@ lifted scalars (``scalar_i``), hook objects and Function contexts (``hook_i``) a
 (``packed_i``). Every other node carries a `Call` under ``meta["call"]``.
 
 A function that AOTAutograd compiled has its own backward graph: an `AotBackward`, made by
-``engine.aot_functions``. ``live.inlined.lay_in`` inlines it into the captured one.
+``engine.stock_aot``. ``live.inlined.lay_in`` inlines it into the captured one.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
 from retrograd.graph.fx import add_copy
 from retrograd.live.capture.grad_dtypes import asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
-from retrograd.passes.eager_layout import lay_out_like_eager
+from retrograd.passes.eager_reordering import reorder_like_eager
 from retrograd.process import cached_property
 from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.profiler import event
@@ -102,7 +102,7 @@ class CapturedBackward:
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:
-            return lay_out_like_eager(self.graph, _positions(self.graph, backward))
+            return reorder_like_eager(self.graph, _positions(self.graph, backward))
         except (LookupError, VerificationError):
             if not self._plans:
                 raise  # still capturing: the stock engine can run this backward

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from retrograd.errors import Refusal
 from retrograd.facts import functions
 from retrograd.graph import joint, joint_graph, lazy
-from retrograd.graph.calls import is_registered
 from retrograd.graph.fx import OF_TORCH, is_higher_order, is_operator_overload
+from retrograd.graph.operator_effects import is_registered
 from retrograd.runtime.subclass import PLAIN
 from retrograd.trace import Form
 

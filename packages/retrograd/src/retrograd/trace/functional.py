@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transfor
 from retrograd.errors import Refusal, not_representable
 from retrograd.facts import fact, functions, is_of_family
 from retrograd.facts.patches import handled_here
-from retrograd.graph.calls import around_collecting, collecting_refused
 from retrograd.graph.fx import is_operator_overload, schema_of
+from retrograd.graph.operator_effects import around_collecting, collecting_refused
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import without_symbols
 from retrograd.runtime.tensor import inner_tensors, may_overlap, may_share_elements, storage_of

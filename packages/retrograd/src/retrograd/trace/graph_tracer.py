@@ -37,9 +37,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from retrograd.errors import Refusal
 from retrograd.facts import fact
-from retrograd.graph.calls import refuse_asynchronous
 from retrograd.graph.emit import Boxed
 from retrograd.graph.fx import has_effect, is_mutating, is_random, lazily, real_tensors
+from retrograd.graph.operator_effects import refuse_asynchronous
 from retrograd.process import tracing
 from retrograd.runtime.modes import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 
 from retrograd.errors import Refusal, not_representable
-from retrograd.graph.calls import around_collecting, collecting_refused
+from retrograd.graph.operator_effects import around_collecting, collecting_refused
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import is_wrapper
 from retrograd.trace.first_run import SYMBOLIC, Abandoned, FirstRun

@@ -15,10 +15,10 @@ import torch
 
 from retrograd.aot.modules import FlatCall
 from retrograd.errors import Refusal, not_representable
-from retrograd.graph.calls import errors_by_value
 from retrograd.graph.joint import InputRole, Primal, PrimalKind, primal_name
 from retrograd.graph.joint_graph import CaptureState, EnteredAs, Leaf, PrimalValue
-from retrograd.runtime.handlers import line_that_catches
+from retrograd.graph.operator_effects import errors_by_value
+from retrograd.runtime.except_clauses import line_that_catches
 from retrograd.runtime.subclass import PLAIN, SubclassSpec, built, layout_of, parts_of
 from retrograd.runtime.tensor import is_dense
 from retrograd.trace import (

@@ -23,7 +23,7 @@ from retrograd.graph.fx import add_call, add_copy
 Place = tuple[int, int]
 
 
-def lay_out_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -> BackwardGraph:
+def reorder_like_eager(backward: BackwardGraph, position: Mapping[Place, int]) -> BackwardGraph:
     """Reorder `backward`.
 
     Args:

@@ -27,7 +27,7 @@ from torch._dynamo.bytecode_transformation import (
     virtualize_jumps,
 )
 
-from retrograd.graph.calls import Errors
+from retrograd.graph.operator_effects import Errors
 
 #: The folders of torch and of this package.
 _NOT_THE_USERS = tuple(os.path.dirname(at) + os.sep for at in (torch.__file__, os.path.dirname(__file__)))
