@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,3 +448,28 @@ def test_a_third_derivative_passes_through_the_second_one() -> None:
 
     for one, other in zip(third(compiled(cubic)), third(cubic), strict=True):
         assert_close(one, other, rtol=1e-5, atol=0)  # three runs are added in another order
+
+
+def _rows(function: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.autograd.grad(function(x), x, torch.eye(3), is_grads_batched=True)[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+def test_batched_cotangents_of_what_draws(backend: str) -> None:
+    """vmap refuses to draw, so the function must not run again."""
+    x = torch.rand(3, requires_grad=True)
+    compiled = aot.function(torch.nn.functional.dropout, backend=backend)
+    assert torch.equal(_rows(compiled, x), _rows(torch.nn.functional.dropout, x))
+
+
+def test_batched_cotangents_of_a_loaded_graph(tmp_path: Path) -> None:
+    """It has no function that could run again."""
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin() * x
+
+    x = torch.rand(3, requires_grad=True)
+    aot.export(aot.capture(aot.create_state(function, [x])), tmp_path / "graph")
+    loaded = aot.compile(aot.partition(aot.load(tmp_path / "graph")), forward="aten")
+    assert torch.equal(_rows(loaded, x), _rows(function, x))

@@ -31,7 +31,7 @@ from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.engine import checkpoint_is_valid, will_run
 from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
-from retrograd.graph.fx import copied_module, lazy_graph, redraws
+from retrograd.graph.fx import copied_module, lazy_graph, reads_memory, redraws
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import MOST_FAILURES
@@ -46,7 +46,7 @@ from retrograd.runtime.modes import (
     without_modes,
 )
 from retrograd.runtime.subclass import PLAIN, SubclassSpec, built
-from retrograd.runtime.tensor import graph_is_kept, resolved
+from retrograd.runtime.tensor import graph_is_kept, is_batched, resolved
 from retrograd.trace import InputGuard, know_values, laid_out_like
 
 #: we compile code for this many layouts of the cotangents; with more, the region runs in eager mode.
@@ -146,6 +146,11 @@ class RegionCode:
         autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
         code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
         if code is None:
+            if not autocast and any(map(is_batched, cotangents)):
+                args = self._batched(saved, ctx.numbers, cotangents)
+                if args is not None:
+                    self._give_up(ctx)
+                    return self._interpreted(self._graph.gm, args)
             if not autocast and not self.can_be_rerun(ctx):
                 cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
                 if self._fit(cotangents):
@@ -166,6 +171,20 @@ class RegionCode:
         self._give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
+
+    def _batched(
+        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
+    ) -> list[Any] | None:
+        """Arguments with which the graph can be interpreted for ``is_grads_batched``; None if there are none: a
+        batch of cotangents does not lie in memory as one of its rows does."""
+        if any(map(reads_memory, self._graph.gm.graph.nodes)):
+            return None
+        for cotangent, expected in zip(cotangents, self._expected, strict=True):
+            if not expected.is_plain or (cotangent is None and self._undefined_matters):
+                return None
+            if cotangent is not None and cotangent.dtype is not expected.parts[0].dtype:
+                return None
+        return self._arguments(saved, numbers, cotangents, is_as_traced=True)
 
     def can_be_rerun(self, ctx: Any) -> bool:
         """Whether the call that this context belongs to can be re-run."""
