@@ -175,7 +175,8 @@ class RegionCode:
     def _batched(
         self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
     ) -> list[Any] | None:
-        """Arguments with which the graph can be interpreted for ``is_grads_batched``; None if there are none: a
+        """Arguments with which the graph can be interpreted for ``is_grads_batched``; None if there are none:
+        a
         batch of cotangents does not lie in memory as one of its rows does."""
         if any(map(reads_memory, self._graph.gm.graph.nodes)):
             return None
