@@ -175,9 +175,8 @@ class RegionCode:
     def _batched(
         self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
     ) -> list[Any] | None:
-        """Arguments with which the graph can be interpreted for ``is_grads_batched``; None if there are none:
-        a
-        batch of cotangents does not lie in memory as one of its rows does."""
+        """Arguments with which we can interpret the graph for ``is_grads_batched``; None if the graph reads
+        memory by strides, because a batch of cotangents has other strides than one of its rows."""
         if any(map(reads_memory, self._graph.gm.graph.nodes)):
             return None
         for cotangent, expected in zip(cotangents, self._expected, strict=True):
