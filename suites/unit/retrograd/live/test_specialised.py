@@ -481,3 +481,49 @@ def test_a_backward_may_have_hundreds_of_leaves(backend: str) -> None:
     with retrograd.compiled_autograd(backend=backend, strict=True):
         value.sum().backward()
     assert [one.grad.tolist() for one in leaves] == [grad.tolist() for grad in expected]
+
+
+def _double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _after_accumulation(leaf: Tensor) -> None:
+    leaf.grad.mul_(3)
+
+
+REMOVED = {
+    "of one of two tensors": lambda x, y, z: (y.register_hook(_double), z.register_hook(_double))[0],
+    "of the other": lambda x, y, z: (y.register_hook(_double), z.register_hook(_double))[1],
+    "the first of two on a tensor": lambda x, y, z: (y.register_hook(_double), y.register_hook(_double))[0],
+    "of a leaf": lambda x, y, z: (y.register_hook(_double), x.register_hook(_double))[1],
+    "after accumulation": lambda x, y, z: x.register_post_accumulate_grad_hook(_after_accumulation),
+    "of a node": lambda x, y, z: (
+        y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,)),
+        z.register_hook(_double),
+    )[0],
+    "of a tensor that is not reached": lambda x, y, z: (
+        z.register_hook(_double),
+        (x * 5).register_hook(_double),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+@pytest.mark.parametrize("which", REMOVED)
+def test_a_hook_removes_one_registration(which: str, backend: str) -> None:
+    """Functions may be registered several times: a handle stands for one registration."""
+
+    def gradients(context: contextlib.AbstractContextManager[Any]) -> list[list[float]]:
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        y = x.sin()
+        z = y.cos()
+        u = z.exp()
+        with context:
+            handle = REMOVED[which](x, y, z)
+            u.register_hook(lambda grad: handle.remove())
+            u.sum().backward(retain_graph=True)
+            u.sum().backward()
+        return x.grad.tolist()
+
+    expected = gradients(contextlib.nullcontext())
+    assert gradients(retrograd.compiled_autograd(backend=backend)) == expected

@@ -23,6 +23,7 @@ from retrograd.engine.function_code import (
 from retrograd.engine.graph_task import (
     HookChanges,
     LateHook,
+    RemovedHook,
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     has_waiting_hooks,

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
@@ -25,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retrograd.engine.collection import call_engine
-from retrograd.engine.request import EngineRequest
+from retrograd.engine.request import EngineRequest, leaf_of
 from retrograd.engine.stock_entry import window
 from retrograd.errors import Escape
 from retrograd.facts.patches import Handler, handle
@@ -139,19 +140,49 @@ class LateHook:
     number: int
 
 
+@dataclass(frozen=True)
+class RemovedHook:
+    """A hook that was removed while a plan runs.
+
+    Attributes:
+        hook: the function.
+        hooks: the dictionary that held it.
+        sequence: the sequence number of the node whose gradient the hook received; None for a leaf, for a
+            hook of a node, and for a hook registered before we observed registrations.
+        place: how many registrations of the same function came before it in the dictionary.
+    """
+
+    hook: Callable[..., Any]
+    hooks: Any
+    sequence: int | None
+    place: int
+
+    def was_on(self, node: Any) -> bool:
+        """Whether `node` called the hook."""
+        if self.sequence is not None:
+            return bool(node._sequence_nr() == self.sequence)
+        leaf: Any = leaf_of(node)
+        of_leaf = () if leaf is None else (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
+        return any(found is self.hooks for found in (*of_leaf, *(found for _, found in hooks_on(node))))
+
+
+#: for each handle of a hook on a tensor that is no leaf, the sequence number of the tensor's node.
+_sequences: WeakKeyDictionary[RemovableHandle, int] = WeakKeyDictionary()
+
+
 @dataclass(eq=False)
 class HookChanges:
     """Hooks registered and removed since the last `take`, for a plan on this `thread`."""
 
     thread: int = 0
     late: list[LateHook] = field(default_factory=list)
-    removed: list[Any] = field(default_factory=list)
+    removed: list[RemovedHook] = field(default_factory=list)
     _unplaced: list[tuple[Any, Callable[..., Any], int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.late or self.removed or self._unplaced)
 
-    def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[Any]]:
+    def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[RemovedHook]]:
         """Return the late and the removed hooks, and clear them. `nodes` are searched for late node hooks."""
         late = [*self.late, *self._placed(nodes)]
         removed = list(self.removed)
@@ -160,15 +191,15 @@ class HookChanges:
         self._unplaced.clear()
         return late, removed
 
-    def went(self, hook: Any, number: int) -> None:
-        """Record that the hook with this handle was removed. If it was registered since the last `take`, the
-        two cancel. We compare the hook as well as its number: torch counts handles without a lock, so two
-        threads may get one number."""
-        count = len(self.late) + len(self._unplaced)
+    def went(self, gone: RemovedHook, number: int) -> None:
+        """Record that the hook whose handle has this number was removed. If it was registered since the last
+        `take`, the two cancel. We compare the hook as well as its number: torch counts handles without a
+        lock, so two threads may get one number."""
+        count, hook = len(self.late) + len(self._unplaced), gone.hook
         self.late[:] = [late for late in self.late if (late.hook, late.number) != (hook, number)]
         self._unplaced[:] = [one for one in self._unplaced if one[1:] != (hook, number)]
         if len(self.late) + len(self._unplaced) == count:
-            self.removed.append(hook)
+            self.removed.append(gone)
 
     def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
         """torch tells us which dictionary received a node hook, but not which node owns it: compare all."""
@@ -230,6 +261,8 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
             return handle  # a subclass registers by itself; during a trace, the real tensor holds the hook
         on_hook(handle.hooks_dict_ref(), tensor)
+        if (node := tensor.grad_fn) is not None:
+            _sequences[handle] = node._sequence_nr()
         if _watched:
             edge = get_gradient_edge(tensor)
             for changes in tuple(_watched):
@@ -257,8 +290,10 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
         hooks = handle.hooks_dict_ref()
         hook = None if hooks is None else hooks.get(handle.id)
         if hook is not None:
+            place = [number for number, one in hooks.items() if one is hook].index(handle.id)
+            gone = RemovedHook(hook, hooks, _sequences.get(handle), place)
             for changes in tuple(_watched):
-                changes.went(hook, handle.id)
+                changes.went(gone, handle.id)
     original(handle)
 
 

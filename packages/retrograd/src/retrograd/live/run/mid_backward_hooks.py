@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.engine import HookChanges, LateHook, LiveBackward
+from retrograd.engine import HookChanges, LateHook, LiveBackward, RemovedHook
 from retrograd.graph.backward_graph import (
     BackwardGraph,
     Call,
@@ -55,14 +55,32 @@ def rest_with_changes(
     remaining = {call.node_call for node, call in graph.calls() if node not in finished}
     late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
     came = _by_node_call(late, backward, current)
-    for node, call in graph.calls():
-        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node):
-            hook: Any = node.args[0]
-            if any(values.get(hook) is one for one in removed):
-                values[hook] = lambda *_: None
+    _forget_removed(graph, finished, current, removed, values, backward)
     rest = _Rest(graph, list(values), finished, came)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
+
+
+def _forget_removed(
+    graph: BackwardGraph,
+    finished: Collection[fx.Node],
+    current: OpaqueCall,
+    removed: Sequence[RemovedHook],
+    values: dict[Any, Any],
+    backward: LiveBackward,
+) -> None:
+    """Put a function that does nothing in the place of each hook that was removed."""
+    waiting = [
+        (node.args[0], backward.node_calls[call.node_call])
+        for node, call in graph.calls()
+        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node)
+    ]
+    for gone in removed:
+        calls = [(hook, owner) for hook, owner in waiting if values.get(hook) is gone.hook]
+        own = [hook for hook, owner in calls if gone.was_on(owner)][gone.place : gone.place + 1]
+        if gone.sequence is None and not own and len(calls) == 1:  # registered before we could observe it
+            own = [calls[0][0]]
+        values.update((hook, lambda *_: None) for hook in own)
 
 
 def _by_node_call(
