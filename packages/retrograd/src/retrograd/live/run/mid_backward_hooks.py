@@ -92,7 +92,8 @@ def _by_node_call(
     for hook in late:
         index = next((i for i, node in enumerate(backward.node_calls) if node is hook.node), None)
         ours = here.enters is None or here.enters == hook.slot
-        if index is None or (index == here.node_call and hook.kind is here.hook and ours):
+        has_run = hook.kind is here.hook or (hook.kind, here.hook) == (HookKind.TENSOR_PRE, HookKind.NODE_PRE)
+        if index is None or (index == here.node_call and has_run and ours):
             continue
         came.setdefault(index, []).append(hook)
     return came
