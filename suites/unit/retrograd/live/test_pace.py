@@ -88,7 +88,7 @@ def test_a_step_of_a_tenth_of_a_second_is_measured_and_such_a_backward_is_not(
     short: float, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured, runs = paced(short, monkeypatch, [0.1] * 100, 0.05)
-    assert (measured.aside is not None) == is_measured
+    assert (measured.disabled is not None) == is_measured
     assert all(runs) == (not is_measured)
     assert runs[-1] == (not is_measured)
 
@@ -147,7 +147,7 @@ def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     compiled: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured, runs = paced(policy.SHORT_STEP, monkeypatch, compiled, 0.05)
-    assert measured.aside is None
+    assert measured.disabled is None
     assert all(runs[-20:])
 
 
