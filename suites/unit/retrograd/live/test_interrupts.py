@@ -153,7 +153,8 @@ def test_signals_leave_nothing_behind(programs: Programs) -> None:
     try:
         for prepared in [programs.hooked, programs.plain, programs.nested] * 10:
             run, before = prepared(), state()
-            sender = threading.Timer((1 + random.random()) / 1000, signal.pthread_kill, (main, signal.SIGUSR1))
+            delay = (1 + random.random()) / 1000  # seconds; the handler is armed by then
+            sender = threading.Timer(delay, signal.pthread_kill, (main, signal.SIGUSR1))
             sender.start()
             try:
                 is_armed = True
