@@ -257,7 +257,7 @@ def test_a_break_says_why():
 def test_a_staged_function_says_where():
     fn = retrograd.aot.function(retried, backend="eager", strict=True)
     with pytest.raises(
-        retrograd.CaptureError, match=r"test_handlers.py:\d+ catches errors of aten"
+        retrograd.CaptureError, match=r"test_except_clauses.py:\d+ catches errors of aten"
     ) as raised:
         fn(torch.tensor(1.5, requires_grad=True))
     assert raised.value.reason.code == "error-caught"
