@@ -22,21 +22,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retrograd.engine.collection import call_engine
-from retrograd.engine.request import EngineRequest, leaf_of
+from retrograd.engine.request import EngineRequest, edge_of, leaf_of
 from retrograd.engine.stock_entry import window
 from retrograd.errors import Escape
 from retrograd.facts.patches import Handler, handle
 from retrograd.facts.releases import unseen
 from retrograd.graph.backward_graph import HookKind
 from retrograd.process import restore_after_errors
+from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.tensor import PLAIN_CLASSES
 
-#: Receives a dictionary of hooks and the tensor that owns it; None instead of the tensor if a node owns it.
-OnHook = Callable[[Any, torch.Tensor | None], None]
+#: Receives a dictionary of hooks, and the node whose gradient its hooks receive; None if the dictionary
+#: belongs to a node itself.
+OnHook = Callable[[Any, Any], None]
 
 
 class _Body(threading.local):
@@ -168,6 +169,7 @@ class RemovedHook:
 
 #: for each handle of a hook on a tensor that is no leaf, the sequence number of the tensor's node.
 _sequences: WeakKeyDictionary[RemovableHandle, int] = WeakKeyDictionary()
+_edge_of = without_torch_functions(edge_of)  # modes of the user must not see what we read
 
 
 @dataclass(eq=False)
@@ -260,13 +262,13 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
             return handle  # a subclass registers by itself; during a trace, the real tensor holds the hook
-        on_hook(handle.hooks_dict_ref(), tensor)
-        if (node := tensor.grad_fn) is not None:
-            _sequences[handle] = node._sequence_nr()
-        if _watched:
-            edge = get_gradient_edge(tensor)
+        node, slot = _edge_of(tensor)
+        if node is not None:
+            on_hook(handle.hooks_dict_ref(), node)
+            if leaf_of(node) is None:
+                _sequences[handle] = node._sequence_nr()
             for changes in tuple(_watched):
-                changes.late.append(LateHook(kind, edge.node, edge.output_nr, hook, handle.id))
+                changes.late.append(LateHook(kind, node, slot, hook, handle.id))
         return handle
 
     return register

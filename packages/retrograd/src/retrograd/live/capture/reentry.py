@@ -67,15 +67,16 @@ _registered: dict[int, _Registered] = {}
 
 
 @without_torch_functions
-def note(hooks: Hooks, tensor: torch.Tensor | None = None) -> None:
-    """Record that a hook has been registered in `hooks`, which belong to `tensor`, or to a node."""
+def note(hooks: Hooks, node: Any = None) -> None:
+    """Record that a hook has been registered in `hooks`, whose hooks receive the gradient of `node`; None if
+    they belong to a node itself."""
     key = id(hooks)
     one = _Registered(weakref.ref(hooks, lambda _: _registered.pop(key, None)))
-    if tensor is None:
+    if node is None:
         one.before = next_sequence_number()
-    elif leaf_of(node := edge_of(tensor)[0]) is not None:
-        one.leaf = weakref.ref(tensor)
-    elif node is not None:
+    elif (leaf := leaf_of(node)) is not None:
+        one.leaf = weakref.ref(leaf)
+    else:
         one.number = node._sequence_nr()
     _registered[key] = one
 
@@ -88,7 +89,7 @@ def leaf_asks(leaf: torch.Tensor) -> bool:
     found = [hooks for hooks in both if hooks]
     asking = [hooks for hooks in found if who_asks(list(hooks.values()))]
     for hooks in asking:
-        note(hooks, leaf)
+        note(hooks, edge_of(leaf)[0])
     return bool(asking)
 
 
