@@ -88,7 +88,7 @@ def test_what_a_cut_costs_is_what_crosses_it() -> None:
     prices = dict(zip(calls, [2.0, 1.0, None, 0.0], strict=True))
     assert border_costs(calls, prices.__getitem__) == [0.0, 2.0, 3.0, None, 0.0]
     assert border_costs(calls, prices.__getitem__, closed=[(0, 1)]) == [0.0, None, 3.0, None, 0.0]
-    assert border_costs(calls, prices.__getitem__, {calls[1]: calls[0]}) == [0.0, 2.0, 3.0, None, 0.0]
+    assert border_costs(calls, prices.__getitem__, {calls[1]: {calls[0]}}) == [0.0, 2.0, 3.0, None, 0.0]
 
 
 def costs_behind(function: Callable[..., object], *examples: torch.Tensor) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,17 +20,17 @@ import torch
 from torch import fx
 
 from retrograd.facts import is_of_family
-from retrograd.graph.aliases import aliased_inputs
+from retrograd.graph.aliases import memory_owners
 from retrograd.policy import UNFUSED_COST
 from retrograd.trace import bytes_of
 
-_NO_OWNERS: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+_NO_OWNERS: Mapping[fx.Node, Collection[fx.Node]] = MappingProxyType({})
 
 
 def border_costs(
     calls: Sequence[fx.Node],
     cost: Callable[[fx.Node], float | None],
-    owners: Mapping[fx.Node, fx.Node] = _NO_OWNERS,
+    owners: Mapping[fx.Node, Collection[fx.Node]] = _NO_OWNERS,
     closed: Iterable[tuple[int, int]] = (),
 ) -> list[float | None]:
     """The cost of a border before each of `calls`, and after the last; None if no border is possible there.
@@ -38,15 +38,16 @@ def border_costs(
     Args:
         calls: the calls, in order.
         cost: the cost of passing a value to a later call; None if that is not possible.
-        owners: the owner of each view. The owner must be passed on while its views are used.
+        owners: the owners of each value's memory. An owner must be passed on while its views are used.
         closed: pairs of indices of calls between which no border is possible.
     """
     place = {node: i for i, node in enumerate(calls)}
     used = {node: max([place.get(user, i) for user in node.users] or [i]) for node, i in place.items()}
     shown = dict(used)
-    for view, owner in owners.items():
-        if owner in shown:
-            shown[owner] = max(shown[owner], used[view])
+    for view, shared in owners.items():
+        for owner in shared:
+            if owner in shown:
+                shown[owner] = max(shown[owner], used[view])
     change, forbidden = [0.0] * (len(calls) + 2), [0] * (len(calls) + 2)
     ranges = [*closed]
     for node, i in place.items():
@@ -64,10 +65,7 @@ def border_costs(
 
 def aten_border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
     """`border_costs` for calls of an ATen graph, in bytes that cross."""
-    owners: dict[fx.Node, fx.Node] = {}
-    for node in calls:
-        if (owner := _owner(node, owners)) is not node:
-            owners[node] = owner
+    owners = memory_owners(calls)
 
     def cost(node: fx.Node) -> float | None:
         value = node.meta.get("val")
@@ -76,18 +74,9 @@ def aten_border_costs(calls: Sequence[fx.Node]) -> list[float | None]:
         if not isinstance(value, torch.Tensor):
             return 0.0 if isinstance(value, torch.SymInt) else None
         is_written = any(map(_is_kernel, (node, *node.users)))
-        return 0.0 if node in owners else bytes_of(value) * (1 if is_written else UNFUSED_COST)
+        return 0.0 if node not in owners[node] else bytes_of(value) * (1 if is_written else UNFUSED_COST)
 
     return border_costs(calls, cost, owners)
-
-
-def _owner(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The node that owns the value's memory."""
-    if node.target is operator.getitem and not isinstance(node.args[0].meta.get("val"), torch.Tensor):  # type: ignore[union-attr]
-        bases = aliased_inputs(node.args[0])  # type: ignore[arg-type]
-    else:
-        bases = aliased_inputs(node)
-    return owners.get(bases[0], bases[0]) if bases else node
 
 
 def _is_kernel(node: fx.Node) -> bool:
