@@ -33,7 +33,6 @@ from torch._dynamo import exc, mark_static_address
 from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograd.errors import first_line
 from retrograd.facts import functions
@@ -46,6 +45,7 @@ from retrograd.graph.operator_effects import (
     OF_VALUES,
     Errors,
     RefusingAsynchronous,
+    Watch,
     errors_by_value,
 )
 from retrograd.graph.structure import is_same
@@ -231,23 +231,6 @@ def _empty(value: Any) -> Any:
 def _given(node: Any) -> tuple[Any, Any]:
     """The arguments of a node: fake tensors and other values."""
     return fx.map_arg((node.args, node.kwargs), lambda value: value.meta["example_value"])
-
-
-class Watch(TorchDispatchMode):
-    """While active, calls `see` with each operator, its arguments and its keyword arguments, before the
-    operator runs."""
-
-    def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
-        super().__init__()
-        self._see = see
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def _assertion(original: Callable[..., bool], tx: Any, *args: Any) -> bool:

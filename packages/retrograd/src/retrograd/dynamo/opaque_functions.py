@@ -38,11 +38,11 @@ from torch._guards import Guard
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses import FakeTensor
 
-from retrograd.dynamo.eager_breaks import Watch, break_graph, differentiate, keeps_eager, sample
+from retrograd.dynamo.eager_breaks import break_graph, differentiate, keeps_eager, sample
 from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
-from retrograd.graph.operator_effects import RefusingAsynchronous
+from retrograd.graph.operator_effects import RefusingAsynchronous, Watch
 from retrograd.runtime import pytree
 from retrograd.runtime.tensor import storage_of
 from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional

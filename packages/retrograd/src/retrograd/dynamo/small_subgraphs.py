@@ -17,10 +17,10 @@ import torch
 from torch import fx
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
-from retrograd.dynamo.eager_breaks import Watch
 from retrograd.dynamo.frames import why_ended
 from retrograd.errors import Escape
 from retrograd.graph.fx import DEPENDS_ON_DATA
+from retrograd.graph.operator_effects import Watch
 from retrograd.trace import fake_mode_of, mode_among
 
 #: a piece with at most this many kernels is too small

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -71,7 +71,23 @@ def collecting_refused() -> Refusal:
     return Refusal("asynchronous", "a process group collects what it starts, and Python has to wait for it")
 
 
-class RefusingAsynchronous(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """While open, calls `see` with each operator, its arguments and keyword arguments, before it runs."""
+
+    def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self._see = see
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class RefusingAsynchronous(Watch):
     """While open on this thread, asynchronous calls are refused before they start.
 
     Attributes:
@@ -79,22 +95,15 @@ class RefusingAsynchronous(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._refuse)
         self.reason: str | None = None
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _refuse(self, func: Any, *_: Any) -> None:
         try:
             refuse_asynchronous([func])
         except Refusal as refusal:
             self.reason = self.reason or str(refusal)
             raise
-        return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> Any:
         self._around = around_collecting(self._collecting)
