@@ -250,9 +250,7 @@ class _Division:
         kept |= {one for one in memory.of(*visible) if number in one.meta.get(KEPT_FOR, ())}
         covered = memory.of(*(node for node in read if node in visible and node not in self.copies))
         checked = []
-        for (
-            owner
-        ) in self.joint.gm.graph.nodes:  # in the order of the graph, which is the same in each process
+        for owner in self.joint.gm.graph.nodes:  # sets have another order in each process
             if owner not in kept or owner in covered or owner in self.changed:
                 continue
             example = owner.meta.get("val")

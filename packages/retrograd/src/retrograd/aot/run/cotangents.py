@@ -26,7 +26,7 @@ from retrograd.graph.joint_graph import JointValues, Partition
 from retrograd.graph.structure import token_of
 from retrograd.runtime.modes import Autocast
 from retrograd.runtime.subclass import PLAIN, SubclassSpec, fits, parts_of
-from retrograd.runtime.tensor import is_not_in_memory
+from retrograd.runtime.tensor import is_batched, is_not_in_memory
 from retrograd.trace import guard_count, hint_of
 
 Strides = tuple[Any, ...]
@@ -62,9 +62,12 @@ class ExpectedTangent:
         return self.is_plain and not is_symbolic(self.parts[0])
 
     def fits(self, cotangent: torch.Tensor | None) -> bool:
-        """Whether a cotangent is of the traced kind, in any layout."""
+        """Whether a cotangent, or each row of a batch (``is_grads_batched``), is of the traced kind, in any
+        layout."""
         if cotangent is None:
             return self.is_static
+        if self.is_plain and is_batched(cotangent):
+            return cotangent.dtype is self.parts[0].dtype
         return fits(self.wrapping, cotangent) and all(
             map(_is_ordinary, parts_of(cotangent, self.wrapping), self.parts)
         )

@@ -143,48 +143,45 @@ class RegionCode:
         saved = ctx.saved_tensors if self._saves else ()  # a region that saves nothing may run repeatedly
         if by_nodes or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents, inside)
-        autocast, fits = ThreadModes.autocast_now(), self._fit(cotangents)
-        code = self._code_for(autocast, self._layouts(cotangents)) if fits else None
+        autocast, is_batch = ThreadModes.autocast_now(), any(map(is_batched, cotangents))
+        if not self._fit(cotangents) or (is_batch and autocast):
+            code = None
+        elif is_batch:
+            code = self._batch_code
+        else:
+            code = self._code_for(autocast, self._layouts(cotangents))
         if code is None:
-            if not autocast and any(map(is_batched, cotangents)):
-                args = self._batched(saved, ctx.numbers, cotangents)
-                if args is not None:
-                    self._give_up(ctx)
-                    return self._interpreted(self._graph.gm, args)
-            if not autocast and not self.can_be_rerun(ctx):
+            if not (autocast or is_batch or self.can_be_rerun(ctx)):
                 cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
                 if self._fit(cotangents):
                     layouts = self._layouts(cotangents)
                     code = self._code_for((), layouts) or self._code_for((), self._as_traced)
             if code is None:
                 return self._as_eager(ctx, cotangents)
-        is_as_traced = code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
+        is_as_traced = (
+            is_batch or code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
+        )
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
         if self._memory.other_devices and not (code.has_run and may_replay(code.run)):
             self._memory.restore_saved(args, self._made)
         if not code.has_run:
             del saved
             return self._first_run(code, ctx, cotangents, args)
-        if is_as_traced and not autocast and self._may_be_guarded:
+        if is_as_traced and not (autocast or is_batch) and self._may_be_guarded:
             self._guard(code, cotangents)
         del saved, cotangents
         self._give_up(ctx)
         assert code.run is not None
         return self._run(code.run, args)
 
-    def _batched(
-        self, saved: Sequence[Any], numbers: Sequence[Any], cotangents: Sequence[torch.Tensor | None]
-    ) -> list[Any] | None:
-        """Arguments with which we can interpret the graph for ``is_grads_batched``; None if the graph reads
-        memory by strides, because a batch of cotangents has other strides than one of its rows."""
-        if any(map(reads_memory, self._graph.gm.graph.nodes)):
+    @cached_property
+    def _batch_code(self) -> _Code | None:
+        """The interpreted graph, for ``is_grads_batched``. None if the graph reads memory by strides: a batch
+        of cotangents has other strides than one of its rows."""
+        gm = self._graph.gm
+        if any(map(reads_memory, gm.graph.nodes)):
             return None
-        for cotangent, expected in zip(cotangents, self._expected, strict=True):
-            if not expected.is_plain or (cotangent is None and self._undefined_matters):
-                return None
-            if cotangent is not None and cotangent.dtype is not expected.parts[0].dtype:
-                return None
-        return self._arguments(saved, numbers, cotangents, is_as_traced=True)
+        return _Code(self._graph, EagerBackend().compile(gm, ()))
 
     def can_be_rerun(self, ctx: Any) -> bool:
         """Whether the call that this context belongs to can be re-run."""
