@@ -6,9 +6,12 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import retrograd
 from unit.retrograd.programs import leaf
@@ -172,3 +175,27 @@ def test_grad_mode_that_a_hook_leaves_on_ends_with_its_node(backend: str) -> Non
     eager = seen(contextlib.nullcontext())
     assert eager[:3] == [True, (True, True), (False, True)]
     assert seen(retrograd.compiled_autograd(backend)) == eager
+
+
+class _Seeing(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_function_mode_sees_of_a_registration_what_it_sees_in_eager(register: str) -> None:
+    with retrograd.compiled_autograd(backend="eager"):
+        pass  # from now on, registrations are observed
+    replaced = getattr(Tensor, register)
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+    for call in (replaced.__wrapped__, replaced):
+        with _Seeing() as mode:
+            call(x, lambda grad: None)
+        seen.append(mode.seen)
+    assert seen[0] == seen[1]
