@@ -291,6 +291,20 @@ def test_a_subclass_may_register_hooks_by_itself() -> None:
         assert leaf(3).as_subclass(Registering).register_hook(scale) == "registered"
 
 
+def test_a_view_loses_its_hooks_when_its_base_is_written() -> None:
+    """Torch makes the history of such a view anew when it is asked for, and lets go of the hooks."""
+    with retrograd.compiled_autograd("eager"):
+        leaf(3).sin().sum().backward()  # from now on we see what is registered
+        base = leaf(3).sin()
+        view = base[:2]
+        view.register_hook(scale)
+        base.mul_(2)
+        handle = view.register_hook(scale)
+        (grad,) = torch.autograd.grad(view.sum(), view)
+    handle.remove()
+    assert torch.equal(grad, torch.ones(2))
+
+
 def test_strict_says_so() -> None:
     retrograd.reset()
     x = leaf(4)

@@ -263,8 +263,9 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
             return handle  # a subclass registers by itself; during a trace, the real tensor holds the hook
         node, slot = _edge_of(tensor)
-        if node is not None:
-            on_hook(handle.hooks_dict_ref(), node)
+        hooks = handle.hooks_dict_ref()  # None for a view written through its base: its history is made anew
+        if node is not None and hooks is not None:
+            on_hook(hooks, node)
             if leaf_of(node) is None:
                 _sequences[handle] = node._sequence_nr()
             for changes in tuple(_watched):
