@@ -1,7 +1,6 @@
-"""Hooks that add or remove hooks in a running backward, and what the live path does not see yet.
+"""Hooks that add or remove hooks in a running backward, and Functions that change what they saved.
 
-In: programs that return what eager gives. A program that is marked as expected to fail stands in
-`docs/limits.md`; once it agrees, the mark must go.
+In: programs that return what eager gives.
 """
 
 from __future__ import annotations
@@ -74,6 +73,126 @@ def a_hook_on_a_requested_value() -> Any:
     return torch.autograd.grad(z.sum(), y)[0]
 
 
+def _noted(events: list[str], name: str) -> Callable[[Tensor], Any]:
+    return lambda grad: events.append(f"{name} {grad.tolist()}")
+
+
+def late_hooks_of_each_kind_on_one_node() -> Any:
+    events: list[str] = []
+    y = _leaf().sin()
+    z = y.cos()
+
+    def add(grad: Tensor) -> None:
+        y.grad_fn.register_hook(lambda out, grads: events.append("post"))
+        y.grad_fn.register_prehook(lambda grads: events.append("pre"))
+        y.retain_grad()
+        y.register_hook(lambda grad: events.append(f"tensor {y.grad}"))
+
+    z.register_hook(add)
+    z.sum().backward()
+    return [*events, y.grad.tolist()]
+
+
+def late_hook_of_an_executed_and_requested_value() -> Any:
+    x = _leaf()
+    y = x.sin()
+    z = y.cos()
+    z.register_hook(lambda grad: y.register_hook(_triple) and None)
+    return torch.cat(torch.autograd.grad(z.sum(), (x, y)))
+
+
+def late_hook_beside_an_older_one_of_a_requested_value() -> Any:
+    x = _leaf()
+    y = x.sin()
+    y.register_hook(lambda grad: grad + 1)
+    z = y.cos()
+    z.register_hook(lambda grad: y.register_hook(_triple) and None)
+    return torch.cat(
+        [*torch.autograd.grad(z.sum(), (x, y), retain_graph=True), *torch.autograd.grad(z.sum(), y)]
+    )
+
+
+def late_hook_of_one_output_of_a_requested_pair() -> Any:
+    a, b = (torch.ones(2, 2, requires_grad=True) * 2).unbind(0)
+    c = (a * b).sin()
+    c.register_hook(lambda grad: b.register_hook(_triple) and None)
+    return torch.stack(torch.autograd.grad(c.sum(), (a, b)))
+
+
+def retain_grad_beside_hooks_and_again() -> Any:
+    y = _leaf().sin()
+    y.register_hook(_triple)
+    z = y.cos()
+    z.register_hook(lambda grad: y.retain_grad())
+    z.sum().backward(retain_graph=True)
+    z.sum().backward()
+    return y.grad
+
+
+def retain_grad_of_a_requested_value() -> Any:
+    y = _leaf().sin()
+    z = y.cos()
+    z.register_hook(lambda grad: y.retain_grad())
+    torch.autograd.grad(z.sum(), y)
+    return y.grad
+
+
+def a_hook_retains_its_own_tensor() -> Any:
+    y = _leaf().sin()
+    y.register_hook(lambda grad: y.retain_grad())
+    y.sum().backward()
+    return y.grad
+
+
+def a_hook_replaces_itself() -> Any:
+    events: list[str] = []
+    x = torch.ones(2, 2, requires_grad=True)
+    a, b = (x * 2).unbind(0)
+    own: list[Any] = []
+
+    def once(grad: Tensor) -> Tensor:
+        own.pop().remove()
+        a.register_hook(_noted(events, "again"))
+        return grad * 2
+
+    own.append(a.register_hook(once))
+    b.register_hook(_noted(events, "b"))
+    (a * b).sum().backward(retain_graph=True)
+    (a * b).sum().backward()
+    return [*events, x.grad.tolist()]
+
+
+def one_function_on_both_outputs_removed_from_one() -> Any:
+    x = torch.ones(2, 2, requires_grad=True)
+    a, b = (x * 2).unbind(0)
+    c = a * b
+    handles = [one.register_hook(_triple) for one in (a, b)]
+    c.register_hook(lambda grad: handles[1].remove())
+    c.sum().backward()
+    return x.grad
+
+
+def late_hooks_of_outputs_of_a_compiled_function() -> Any:
+    @torch.compile(backend="aot_eager")
+    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cos()
+
+    events: list[str] = []
+    x = _leaf()
+    a, b = pair(x)
+    a.register_hook(_noted(events, "a"))
+    c = a * b
+
+    def add(grad: Tensor) -> None:
+        a.register_hook(_triple)
+        b.register_hook(_triple)
+        b.retain_grad()
+
+    c.register_hook(add)
+    c.sum().backward()
+    return [*events, x.grad.tolist(), b.grad.tolist()]
+
+
 class _ChangesSaved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,20 +215,26 @@ def a_backward_changes_what_it_saved() -> Any:
     return x.grad
 
 
-def _known(program: Callable[[], Any]) -> Any:
-    return pytest.param(program, marks=pytest.mark.xfail(reason="see docs/limits.md"))
-
-
 @pytest.mark.parametrize(
     "program",
     [
         pre_hook_of_a_node_adds_a_tensor_hook,
-        _known(one_output_removes_a_hook_of_another),
-        _known(one_output_adds_a_hook_to_another),
-        _known(retain_grad_in_a_hook),
-        _known(a_hook_on_a_requested_leaf),
-        _known(a_hook_on_a_requested_value),
-        _known(a_backward_changes_what_it_saved),
+        late_hooks_of_each_kind_on_one_node,
+        late_hook_of_an_executed_and_requested_value,
+        late_hook_beside_an_older_one_of_a_requested_value,
+        late_hook_of_one_output_of_a_requested_pair,
+        late_hooks_of_outputs_of_a_compiled_function,
+        retain_grad_beside_hooks_and_again,
+        retain_grad_of_a_requested_value,
+        a_hook_retains_its_own_tensor,
+        a_hook_replaces_itself,
+        one_function_on_both_outputs_removed_from_one,
+        one_output_removes_a_hook_of_another,
+        one_output_adds_a_hook_to_another,
+        retain_grad_in_a_hook,
+        a_hook_on_a_requested_leaf,
+        a_hook_on_a_requested_value,
+        a_backward_changes_what_it_saved,
     ],
     ids=lambda program: program.__name__,
 )

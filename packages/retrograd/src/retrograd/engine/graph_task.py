@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
@@ -130,15 +130,16 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
     return found[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LateHook:
-    """A hook registered on gradient `slot` of `node` while a plan runs; `number` is the id of its handle."""
+    """A hook registered on gradient `slot` of `node` while a plan runs. `number` is the id of its handle, or
+    None if it has no handle."""
 
     kind: HookKind
     node: Any
     slot: int
     hook: Callable[..., Any]
-    number: int
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,27 +149,28 @@ class RemovedHook:
     Attributes:
         hook: the function.
         hooks: the dictionary that held it.
-        sequence: the sequence number of the node whose gradient the hook received; None for a leaf, for a
-            hook of a node, and for a hook registered before we observed registrations.
+        edge: the sequence number of the node whose gradient the hook received, and which gradient; None for a
+            leaf, for a hook of a node, and for a hook registered before we observed registrations.
         place: how many registrations of the same function came before it in the dictionary.
     """
 
     hook: Callable[..., Any]
     hooks: Any
-    sequence: int | None
+    edge: tuple[int, int] | None
     place: int
 
-    def was_on(self, node: Any) -> bool:
-        """Whether `node` called the hook."""
-        if self.sequence is not None:
-            return bool(node._sequence_nr() == self.sequence)
+    def was_on(self, node: Any, slot: int | None) -> bool:
+        """Whether `node` called the hook; with gradient `slot`, if it was a tensor's."""
+        if self.edge is not None:
+            return (node._sequence_nr(), slot) == self.edge
         leaf: Any = leaf_of(node)
         of_leaf = () if leaf is None else (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
         return any(found is self.hooks for found in (*of_leaf, *(found for _, found in hooks_on(node))))
 
 
-#: for each handle of a hook on a tensor that is no leaf, the sequence number of the tensor's node.
-_sequences: WeakKeyDictionary[RemovableHandle, int] = WeakKeyDictionary()
+#: For each handle of a hook on a tensor that is no leaf: the sequence number of the tensor's node, and which
+#: of the node's outputs the tensor is.
+_edges: weakref.WeakKeyDictionary[RemovableHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
 _edge_of = without_torch_functions(edge_of)  # modes of the user must not see what we read
 
 
@@ -267,7 +269,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         if node is not None and hooks is not None:
             on_hook(hooks, node)
             if leaf_of(node) is None:
-                _sequences[handle] = node._sequence_nr()
+                _edges[handle] = node._sequence_nr(), slot
             for changes in tuple(_watched):
                 changes.late.append(LateHook(kind, node, slot, hook, handle.id))
         return handle
@@ -288,13 +290,34 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
     return register
 
 
+def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
+    before = tensor.retains_grad
+    original(tensor)
+    if _watched and not before and tensor.retains_grad:
+        late = LateHook(
+            HookKind.RETAIN_GRAD, *_edge_of(tensor), functools.partial(_retain, weakref.ref(tensor))
+        )
+        for changes in tuple(_watched):
+            changes.late.append(late)
+
+
+@without_torch_functions
+def _retain(retaining: weakref.ref[torch.Tensor], grad: torch.Tensor | None) -> None:
+    """What the engine's own hook does (``VariableHooks::retain_grad``)."""
+    tensor = retaining()
+    if tensor is None or grad is None:
+        return
+    layout = torch.preserve_format if grad.is_sparse else torch.contiguous_format
+    tensor.grad = grad.clone(memory_format=layout) if tensor.grad is None else tensor.grad + grad
+
+
 def _removing(original: Callable[..., Any], handle: Any) -> None:
     if _watched:
         hooks = handle.hooks_dict_ref()
         hook = None if hooks is None else hooks.get(handle.id)
         if hook is not None:
             place = [number for number, one in hooks.items() if one is hook].index(handle.id)
-            gone = RemovedHook(hook, hooks, _sequences.get(handle), place)
+            gone = RemovedHook(hook, hooks, _edges.get(handle), place)
             for changes in tuple(_watched):
                 changes.went(gone, handle.id)
     original(handle)
@@ -306,6 +329,7 @@ def watch_hooks(on_hook: OnHook) -> None:
     handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, on_hook))
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, on_hook))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(on_hook))
+    handle("torch:Tensor.retain_grad", _retaining)
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
 
 

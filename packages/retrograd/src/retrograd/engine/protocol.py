@@ -213,7 +213,7 @@ class EngineProtocol:
         return self._tensor_hook(HookKind.RETAIN_GRAD, grads, hook, slot)
 
     def _tensor_hook(self, kind: HookKind, grads: list[Any], hook: int, slot: int) -> list[Any]:
-        changed = self._answer_one(self._recorder.tensor_hook, kind, grads[slot], hook)
+        changed = self._answer_one(self._recorder.tensor_hook, kind, grads[slot], slot, hook)
         return [changed if i == slot else grad for i, grad in enumerate(grads)]
 
     def pre_hook(self, grads: Any, hook: int) -> list[Any]:

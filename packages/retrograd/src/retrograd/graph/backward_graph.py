@@ -209,8 +209,8 @@ class Call:
         hook: the kind of hook, for hook calls.
         step: for a call of an inlined node, its step (see `BackwardGraph.inlined`).
         note: why the call is what it is, if its kind does not show that.
-        enters: for the call that passes a gradient into an inlined node, and for hooks on that gradient: its
-            number.
+        slot: for a hook on one gradient, and for the call that passes a gradient into an inlined node: the
+            number of that gradient.
     """
 
     kind: CallKind
@@ -218,7 +218,7 @@ class Call:
     hook: HookKind | None = None
     step: int = 0
     note: str = ""
-    enters: int | None = None
+    slot: int | None = None
 
     @property
     def place(self) -> tuple[int, int]:

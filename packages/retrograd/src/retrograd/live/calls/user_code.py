@@ -25,7 +25,9 @@ from retrograd.engine import (
     materializes_grads,
     modified_error,
     node_under_way,
+    raise_modified,
     saved_name,
+    versions_of,
 )
 from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.tensor import graph_is_kept, zeros_of_slot
@@ -82,11 +84,12 @@ class FunctionContext:
     released those of the context. It compares equal to the context, which is also the autograd node.
     """
 
-    __slots__ = ("__weakref__", "_ctx", "_saved")
+    __slots__ = ("__weakref__", "_ctx", "_saved", "_versions")
 
-    def __init__(self, ctx: Any, saved: Sequence[Any]) -> None:
+    def __init__(self, ctx: Any, saved: Sequence[Any], versions: Sequence[int | None]) -> None:
         object.__setattr__(self, "_ctx", ctx)
         object.__setattr__(self, "_saved", saved)
+        object.__setattr__(self, "_versions", versions)
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -94,7 +97,12 @@ class FunctionContext:
         began."""
         if self._saved is None:  # torch raises its own error
             return self._ctx.saved_tensors
-        return tuple(v.unpack() if isinstance(v, ModifiedTensor) else v for v in self._saved)
+        for value, version in zip(self._saved, self._versions, strict=True):
+            if isinstance(value, ModifiedTensor):
+                value.unpack()
+            elif version is not None:
+                raise_modified([(value, version)])
+        return tuple(self._saved)
 
     @property
     def saved_variables(self) -> tuple[Any, ...]:
@@ -164,7 +172,8 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    return _call(ctx, _context_class(type(ctx))(ctx, saved), grads, is_tensor, zeros)
+    given = _context_class(type(ctx))(ctx, saved, versions_of(saved))
+    return _call(ctx, given, grads, is_tensor, zeros)
 
 
 def call_kept_backward(
@@ -180,8 +189,10 @@ def call_kept_backward(
     """
     given = ctx
     if node_under_way() is None:
+        # What a hook unpacks may be changed.
+        versions = versions_of([None if type(item) is tuple else item for item in packed])
         unpacked = [unpack(*item) if type(item) is tuple else item for item in packed]
-        given = _context_class(type(ctx))(ctx, unpacked)
+        given = _context_class(type(ctx))(ctx, unpacked, versions)
     result = _call(ctx, given, grads, is_tensor, zeros)
     ctx.maybe_clear_saved_tensors()
     return result

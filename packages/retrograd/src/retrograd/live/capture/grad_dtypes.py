@@ -100,7 +100,7 @@ def _parts(grad: fx.Node) -> Iterator[fx.Node]:
 
 def _conversion(graph: fx.Graph, call: Call, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
     node = add_call(graph, convert, (grad, dtype))
-    node.meta["call"] = replace(call, hook=None, note="", enters=None)
+    node.meta["call"] = replace(call, hook=None, note="", slot=None)
     return node
 
 

@@ -152,8 +152,8 @@ class BackwardRecorder:
         args = (self._calls.placeholder(SourceKind.HOOK, hook), *given)
         return self._calls.call(CallKind.HOOK, target, args, kind)
 
-    def tensor_hook(self, kind: HookKind, grad: Value, hook: int) -> Value:
-        call = Call(CallKind.HOOK, self._calls.current, kind)
+    def tensor_hook(self, kind: HookKind, grad: Value, slot: int, hook: int) -> Value:
+        call = Call(CallKind.HOOK, self._calls.current, kind, slot=slot)
         if kind is HookKind.RETAIN_GRAD:
             self._needs_engine_frame = True
             return self._calls.tensor_hook(call, user_code.call_cpp_tensor_hook, hook, grad)

@@ -103,20 +103,19 @@ class CompiledFunctions:
         """The gradients before their tensor hooks, and the hooks, which are called later."""
         bare: list[Value] = []
         late: list[list[_LateHook]] = []
-        for slot, grad in enumerate(grads):
+        for grad in grads:
             chain: list[fx.Node] = []
             while grad is not None and is_from_hook(grad, HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
                 chain.append(grad)
                 grad = self._calls.before_hooks[grad]
             bare.append(grad)
-            late.append([functools.partial(self._repeat_hook, node, slot) for node in reversed(chain)])
+            late.append([functools.partial(self._repeat_hook, node) for node in reversed(chain)])
         return bare, late
 
-    def _repeat_hook(self, hook: fx.Node, slot: int, value: Value, step: int) -> fx.Node:
-        """Add a call of the hook that `hook` calls, on output `slot`, with `value` instead of its
-        gradient."""
+    def _repeat_hook(self, hook: fx.Node, value: Value, step: int) -> fx.Node:
+        """Add a call of the hook that `hook` calls, with `value` instead of its gradient."""
         target: Any = hook.target if value is not None else user_code.call_hook_of_unreached
-        call = replace(call_of(hook), step=step, enters=slot)
+        call = replace(call_of(hook), step=step)
         return self._calls.tensor_hook(call, target, hook.args[0], value)  # type: ignore[arg-type]
 
     def _erase_moved_hooks(self, grads: Sequence[Value], bare: Sequence[Value]) -> None:
@@ -291,7 +290,7 @@ class _Inlining:
             self._env.update(dict.fromkeys(placeholders))
             return
         name = placeholders[0].name
-        call = Call(CallKind.ATEN, self._calls.current, step=step, enters=tangent.slot)
+        call = Call(CallKind.ATEN, self._calls.current, step=step, slot=tangent.slot)
         read = gradients.tangent(tangent.read, make_zeros)
         leaves = self._calls.add(call, read, (grad,), name=f"{self._aot.name}_{name}_read")
         for i, placeholder in enumerate(placeholders):

@@ -8,11 +8,12 @@ them. So a change to the hooks that are being called takes effect only in the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from retrograd.engine import HookChanges, LateHook, LiveBackward, RemovedHook
+from retrograd.engine import HookChanges, LateHook, LiveBackward, RemovedHook, edge_of
 from retrograd.graph.backward_graph import (
     BackwardGraph,
     Call,
@@ -54,55 +55,76 @@ def rest_with_changes(
     assert isinstance(current, OpaqueCall)
     remaining = {call.node_call for node, call in graph.calls() if node not in finished}
     late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
-    came = _by_node_call(late, backward, current)
-    _forget_removed(graph, finished, current, removed, values, backward)
-    rest = _Rest(graph, list(values), finished, came)
+    waiting = [
+        (call, node.args[0])
+        for node, call in graph.calls()
+        if call.kind is CallKind.HOOK
+        and node not in finished
+        and not _same_hooks(call, call_of(current.node))
+    ]
+    came = _by_node_call(late, backward, call_of(current.node), [call for call, _ in waiting])
+    _forget_removed(waiting, removed, values, backward)
+    edges = [(backward.node_calls.index(node), slot) for node, slot in map(edge_of, backward.request.inputs)]
+    rest = _Rest(graph, list(values), finished, came, edges)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
 
 
 def _forget_removed(
-    graph: BackwardGraph,
-    finished: Collection[fx.Node],
-    current: OpaqueCall,
+    waiting: Sequence[tuple[Call, Any]],
     removed: Sequence[RemovedHook],
     values: dict[Any, Any],
     backward: LiveBackward,
 ) -> None:
-    """Put a function that does nothing in the place of each hook that was removed."""
-    waiting = [
-        (node.args[0], backward.node_calls[call.node_call])
-        for node, call in graph.calls()
-        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(node, current.node)
-    ]
+    """Put a function that does nothing in the place of each hook that was removed. `waiting` are the calls of
+    hooks that it may concern, each with the hook's placeholder."""
     for gone in removed:
-        calls = [(hook, owner) for hook, owner in waiting if values.get(hook) is gone.hook]
-        own = [hook for hook, owner in calls if gone.was_on(owner)][gone.place : gone.place + 1]
-        if gone.sequence is None and not own and len(calls) == 1:  # registered before we could observe it
-            own = [calls[0][0]]
+        calls = [(call, hook) for call, hook in waiting if values.get(hook) is gone.hook]
+        own = [hook for call, hook in calls if gone.was_on(backward.node_calls[call.node_call], call.slot)]
+        own = own[gone.place : gone.place + 1]
+        if gone.edge is None and not own and len(calls) == 1:  # registered before we could observe it
+            own = [calls[0][1]]
         values.update((hook, lambda *_: None) for hook in own)
 
 
 def _by_node_call(
-    late: Sequence[LateHook], backward: LiveBackward, current: OpaqueCall
+    late: Sequence[LateHook], backward: LiveBackward, here: Call, waiting: Sequence[Call]
 ) -> dict[int, list[LateHook]]:
-    """The added hooks, by node call. Hooks on nodes outside this backward are left out."""
+    """The added hooks that eager still calls, by node call, in the order of its calls. Hooks on nodes outside
+    this backward are left out.
+
+    Args:
+        late: all hooks that were added.
+        backward: has the autograd nodes.
+        here: the call that added them.
+        waiting: the calls of hooks that come later.
+    """
+    # Of tensors on one node, the engine calls those hooks whose dictionaries it found at its arrival.
+    slots = {call.slot for call in waiting if call.node_call == here.node_call}
+    stage = _ORDER.index(here.hook or HookKind.UNPACK)
     came: dict[int, list[LateHook]] = {}
-    here = call_of(current.node)
-    for hook in late:
+    for hook in sorted(late, key=lambda hook: _ORDER.index(hook.kind)):
         index = next((i for i, node in enumerate(backward.node_calls) if node is hook.node), None)
-        ours = here.enters is None or here.enters == hook.slot
-        has_run = hook.kind is here.hook or (hook.kind, here.hook) == (HookKind.TENSOR_PRE, HookKind.NODE_PRE)
-        if index is None or (index == here.node_call and has_run and ours):
-            continue
-        came.setdefault(index, []).append(hook)
+        follows = _ORDER.index(hook.kind) > stage or (hook.kind is HookKind.TENSOR_PRE and hook.slot in slots)
+        if index is not None and (index != here.node_call or follows):
+            came.setdefault(index, []).append(hook)
     return came
 
 
-def _same_hooks(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two hook calls have one kind and one node: eager took their snapshot together."""
-    one, two = call_of(node), call_of(other)
-    return (one.node_call, one.hook, one.enters) == (two.node_call, two.hook, two.enters)
+#: The order in which eager calls the hooks of one node. It unpacks what was saved when it executes the node.
+_ORDER = (
+    HookKind.TENSOR_PRE,
+    HookKind.RETAIN_GRAD,
+    HookKind.NODE_PRE,
+    HookKind.UNPACK,
+    HookKind.POST_ACCUMULATE,
+    HookKind.NODE_POST,
+)
+
+
+def _same_hooks(one: Call, two: Call) -> bool:
+    """Whether two hook calls have one kind and one dictionary, of which eager took a snapshot."""
+    return (one.node_call, one.hook, one.slot) == (two.node_call, two.hook, two.slot)
 
 
 def _nodes(steps: Sequence[PlanStep]) -> Iterator[fx.Node]:
@@ -121,6 +143,11 @@ class _Rest:
 
     Attributes:
         placeholders: those for `computed`, then one for each new hook.
+        _last: for each gradient with hooks of tensors, the last of them.
+        _hooked: the gradients with hooks, which the engine calls in C++ or Python.
+        _inlined: the gradients that enter an inlined node. It may read one before its hooks run.
+        _before: gradients as they were before new hooks ran. If the engine executes the node of a requested
+            gradient, it returns the gradient as it was before the hooks.
     """
 
     def __init__(
@@ -129,20 +156,35 @@ class _Rest:
         computed: Sequence[fx.Node],
         done: Collection[fx.Node],
         came: Mapping[int, Sequence[LateHook]],
+        requested: Sequence[tuple[int, int]],
     ) -> None:
-        self._backward, self._done = backward, done
+        self._backward, self._done, self._requested = backward, done, requested
         self._waiting = {index: list(hooks) for index, hooks in came.items()}
         self._calls = CallGraph()
         self._graph = self._calls.graph
         self.placeholders: list[fx.Node] = []
         self._new: dict[fx.Node, Any] = {node: self._placeholder(node.name) for node in computed}
-        numbers = [hook.number for hooks in came.values() for hook in hooks]
-        self._hooks = {number: self._placeholder(f"late_hook_{i}") for i, number in enumerate(numbers)}
+        self._before: dict[fx.Node, fx.Node] = {}
+        remaining = [(node, call) for node, call in backward.calls() if node not in done]
+        self._last = {_slot(node): node for node, call in remaining if call.hook is HookKind.TENSOR_PRE}
+        self._hooked = {_slot(node) for node, call in remaining if call.hook in _OF_TENSORS}
+        self._inlined = {_slot(node) for node, call in remaining if call.kind is CallKind.ATEN}
+        late = [hook for hooks in came.values() for hook in hooks]
+        self._hooks = {hook: self._placeholder(f"late_hook_{i}") for i, hook in enumerate(late)}
 
     def laid_out(self) -> BackwardGraph:
+        outputs = self._backward.outputs()
         for index, nodes in self._blocks():
-            self._block(nodes, self._waiting.get(index, []))
-        self._graph.output(tuple(self._value(node) for node in self._backward.outputs()))
+            waiting = self._waiting.get(index, [])
+            self._block(nodes, waiting)
+            is_executed = any(call_of(node).hook is None for node in nodes)
+            for (at, slot), grad in zip(self._requested, outputs, strict=False):
+                if at == index and grad is not None and not is_executed:
+                    call = Call(CallKind.HOOK, index, slot=slot)
+                    self._add_tensor_hooks(grad, call, waiting, _OF_TENSORS)
+        self._graph.output(
+            tuple(self._before[out] if out in self._before else self._value(out) for out in outputs)
+        )
         return self._backward.with_graph(self._graph)
 
     def _placeholder(self, name: str) -> fx.Node:
@@ -157,7 +199,11 @@ class _Rest:
         for node, call in self._backward.calls():
             if node not in self._done:
                 blocks.setdefault(call.place, []).append(node)
-        return [(index, nodes) for (index, _), nodes in blocks.items()]
+        found = [(index, nodes) for (index, _), nodes in blocks.items()]
+        for missing in sorted(self._waiting.keys() - {index for index, _ in found}):
+            place = next((i for i, (index, _) in enumerate(found) if index > missing), len(found))
+            found.insert(place, (missing, []))
+        return found
 
     def _block(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
         """Add one node call: the hooks before it, the node, the hooks after it, then the sums of its results.
@@ -166,45 +212,40 @@ class _Rest:
         """
         own = [node for node in nodes if call_of(node).kind is not CallKind.SUM]
         for node in own:
-            is_hook = call_of(node).hook is not None
-            if not is_hook:
-                self._insert_at_entry(node, own, waiting)
+            call = call_of(node)
             self._insert_before(node, waiting)
             self._copy(node)
-            if is_hook:
-                self._insert_at_entry(node, own, waiting)
+            if self._last.get(_slot(node)) is node:
+                kinds = _OF_TENSORS if _slot(node) in self._inlined else (HookKind.TENSOR_PRE,)
+                self._add_tensor_hooks(node, call, waiting, kinds)
         self._insert_after(own, waiting)
         for node in nodes:
             if call_of(node).kind is CallKind.SUM:
                 self._copy(node)
 
-    def _insert_at_entry(self, node: fx.Node, own: Sequence[fx.Node], waiting: list[LateHook]) -> None:
-        """Add the hooks on a gradient that enters an inlined node: before it enters, or after its older
-        hooks."""
-        call = call_of(node)
-        hooks = [n for n in own if call_of(n).hook is not None and call_of(n).enters == call.enters]
-        if call.enters is None or node is not (hooks[-1] if hooks else node):
-            return
-        grad = node if hooks else node.args[0]
-        for hook in [h for h in waiting if h.kind is HookKind.TENSOR_PRE and h.slot == call.enters]:
-            waiting.remove(hook)
-            args = (self._hooks[hook.number], self._value(grad))
-            self._rename(grad, self._call(user_code.call_tensor_hook, args, call, hook.kind))
-
     def _insert_before(self, node: fx.Node, waiting: list[LateHook]) -> None:
-        """Add the hooks that run before `node`."""
-        kinds = _kinds_before(node)
-        for hook in [hook for hook in waiting if hook.kind in kinds]:
+        """Add the hooks on the gradients that `node` takes."""
+        taken = {} if call_of(node).kind is CallKind.ATEN and _slot(node) in self._hooked else _taken(node)
+        for slot, grad in taken.items():
+            if grad is not None:
+                self._before.setdefault(grad, self._new[grad])
+                self._add_tensor_hooks(grad, replace(call_of(node), slot=slot), waiting, _OF_TENSORS)
+        if not call_of(node).kind.is_node:
+            return
+        for hook in [hook for hook in waiting if hook.kind is HookKind.NODE_PRE]:
             waiting.remove(hook)
-            call, old = call_of(node), _gradients(node)
-            grads = [self._value(grad) for grad in old]
-            value = self._hooks[hook.number]
-            if hook.kind is HookKind.TENSOR_PRE:
-                changed = self._call(user_code.call_tensor_hook, (value, grads[hook.slot]), call, hook.kind)
-                self._rename(old[hook.slot], changed)
-            else:
-                result = self._call(user_code.call_node_pre_hook, (value, tuple(grads)), call, hook.kind)
-                self._project(result, old)
+            args = (self._hooks[hook], tuple(map(self._value, taken.values())))
+            result = self._call(user_code.call_node_pre_hook, args, call_of(node), hook.kind)
+            self._project(result, [*taken.values()])
+
+    def _add_tensor_hooks(
+        self, grad: fx.Node, call: Call, waiting: list[LateHook], kinds: Collection[HookKind]
+    ) -> None:
+        """Add the hooks of `kinds` on `grad`, which is gradient ``call.slot`` of its node."""
+        for hook in [hook for hook in waiting if hook.kind in kinds and hook.slot == call.slot]:
+            waiting.remove(hook)
+            args = (self._hooks[hook], self._value(grad))
+            self._new[grad] = self._call(user_code.call_tensor_hook, args, call, hook.kind)
 
     def _insert_after(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
         executed = next((node for node in nodes if call_of(node).kind.is_node), None)
@@ -212,7 +253,7 @@ class _Rest:
             return
         call = call_of(executed)
         for hook in waiting:
-            value = self._hooks[hook.number]
+            value = self._hooks[hook]
             if hook.kind is HookKind.POST_ACCUMULATE and call.kind is CallKind.ACCUMULATE:
                 variable = self._value(executed.args[0])
                 self._call(user_code.call_post_accumulate_hook, (value, variable), call, hook.kind)
@@ -230,7 +271,8 @@ class _Rest:
             self._rename(node, element)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind) -> fx.Node:
-        return self._calls.add(Call(CallKind.HOOK, call.node_call, hook), target, args)
+        slot = call.slot if hook in _OF_TENSORS else None
+        return self._calls.add(Call(CallKind.HOOK, call.node_call, hook, slot=slot), target, args)
 
     def _rename(self, old: Any, new: Any) -> None:
         if isinstance(old, fx.Node):
@@ -244,12 +286,24 @@ class _Rest:
             self._new[node] = add_copy(self._graph, node, self._new.__getitem__)
 
 
-def _kinds_before(node: fx.Node) -> tuple[HookKind, ...]:
-    """The kinds of hooks that eager calls before this call, which takes gradients."""
+#: The kinds of hooks that receive one gradient.
+_OF_TENSORS = (HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD)
+
+
+def _slot(node: fx.Node) -> tuple[int, int | None]:
+    """Which gradient of which node call a hook is on, or a call of an inlined node reads."""
+    return call_of(node).node_call, call_of(node).slot
+
+
+def _taken(node: fx.Node) -> dict[int | None, Any]:
+    """The gradients of its autograd node that a call takes when the hooks of tensors have run, by slot."""
     call = call_of(node)
-    if call.kind.is_node and node.target is not None and _gradients(node):
-        return HookKind.TENSOR_PRE, HookKind.NODE_PRE
-    return (HookKind.TENSOR_PRE,) if call.hook is HookKind.NODE_PRE else ()
+    if call.hook is HookKind.RETAIN_GRAD:
+        return {call.slot: node.args[1]}
+    if call.kind is CallKind.ATEN:
+        return {} if call.slot is None else {call.slot: node.args[0]}
+    is_node = call.kind.is_node and node.target is not None
+    return dict(enumerate(_gradients(node))) if is_node or call.hook is HookKind.NODE_PRE else {}
 
 
 def _gradients(node: fx.Node) -> tuple[Any, ...]:
