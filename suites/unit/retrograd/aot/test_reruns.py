@@ -473,3 +473,23 @@ def test_batched_cotangents_of_a_loaded_graph(tmp_path: Path) -> None:
     aot.export(aot.capture(aot.create_state(function, [x])), tmp_path / "graph")
     loaded = aot.compile(aot.partition(aot.load(tmp_path / "graph")), forward="aten")
     assert torch.equal(_rows(loaded, x), _rows(function, x))
+
+
+def test_unused_outputs_among_very_many_leave_gradients_undefined() -> None:
+    """Eager leaves `None`; so many outputs are differentiated together, which would give zeros."""
+
+    def leaves() -> list[torch.Tensor]:
+        return [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(70)]
+
+    def sines(*weights: torch.Tensor) -> list[torch.Tensor]:
+        return [weight.sin() for weight in weights]
+
+    want, got = leaves(), leaves()
+    for run, weights in ((sines, want), (aot.function(sines, backend="aten"), got)):
+        outputs = run(*weights)
+        (outputs[0] + outputs[69]).sum().backward()
+    assert [w.grad is None for w in got] == [w.grad is None for w in want]
+    for one, other in ((got[0], want[0]), (got[69], want[69])):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)

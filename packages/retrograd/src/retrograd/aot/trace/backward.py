@@ -298,7 +298,9 @@ def _described(region: RegionNodes, graph: LiveGraph, blocks: Mapping[int, Any])
         region.roots,
         region.destinations,
         bool(functions) or any(block.has_functions for block in inside),
-        not all(map(materializes_grads, functions)) or any(block.undefined_matters for block in inside),
+        region.is_merged
+        or not all(map(materializes_grads, functions))
+        or any(block.undefined_matters for block in inside),
         any(block.saves for block in inside) or any(map(saves_tensors, handles)),
     )
 

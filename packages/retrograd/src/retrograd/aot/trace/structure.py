@@ -42,11 +42,14 @@ class RegionNodes:
         nodes: the region's nodes, in the order in which eager runs them.
         roots: the numbers of the boundaries at which cotangents enter.
         sends: by node and number of its edge, the destination of each gradient that leaves the region.
+        is_merged: whether it stands for more than `MOST_REGIONS`. A cotangent without a gradient then leaves
+            gradients undefined that the region would give zeros.
     """
 
     nodes: tuple[int, ...]
     roots: tuple[int, ...]
     sends: Mapping[tuple[int, int], Destination]
+    is_merged: bool = False
 
     @property
     def destinations(self) -> tuple[Destination, ...]:
@@ -110,7 +113,8 @@ class _RegionDivision:
         self._boundaries = {edge: number for number, edge in enumerate(graph.roots)}
         self._borders = frozenset(graph.roots)
         self._region_of = self._reached_by()
-        if options.single_region or len(set(self._region_of.values())) > MOST_REGIONS:
+        self._is_merged = not options.single_region and len(set(self._region_of.values())) > MOST_REGIONS
+        if options.single_region or self._is_merged:
             self._borders, self._region_of = frozenset(), dict.fromkeys(self._nodes)
         if options.split_at_leaf_grads:
             self._region_of = self._cut_into_blocks()
@@ -243,7 +247,7 @@ class _RegionDivision:
                     sends[node, place] = Destination(self._boundaries[edge], True)
                 elif edge is not None and edge.node in self._primals:
                     sends[node, place] = Destination(self._primals[edge.node])
-        return RegionNodes(tuple(nodes), tuple(roots), sends)
+        return RegionNodes(tuple(nodes), tuple(roots), sends, self._is_merged)
 
     def _is_hidden(self, there: Destination) -> bool:
         """Whether nothing outside the graph can add to the gradient at this destination."""
