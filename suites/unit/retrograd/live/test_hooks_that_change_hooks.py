@@ -112,6 +112,13 @@ def late_hook_beside_an_older_one_of_a_requested_value() -> Any:
     )
 
 
+def late_hook_beside_an_input_that_is_not_reached() -> Any:
+    x, other = _leaf(), _leaf()
+    y = x.sin()
+    y.register_hook(lambda grad: x.register_hook(_triple) and None)
+    return torch.autograd.grad(y.sum(), (other, x), allow_unused=True)[1]
+
+
 def late_hook_of_one_output_of_a_requested_pair() -> Any:
     a, b = (torch.ones(2, 2, requires_grad=True) * 2).unbind(0)
     c = (a * b).sin()
@@ -222,6 +229,7 @@ def a_backward_changes_what_it_saved() -> Any:
         late_hooks_of_each_kind_on_one_node,
         late_hook_of_an_executed_and_requested_value,
         late_hook_beside_an_older_one_of_a_requested_value,
+        late_hook_beside_an_input_that_is_not_reached,
         late_hook_of_one_output_of_a_requested_pair,
         late_hooks_of_outputs_of_a_compiled_function,
         retain_grad_beside_hooks_and_again,

@@ -23,13 +23,12 @@ from retrograd.engine import (
     forward_line,
     leaf_of,
     read_ranks,
-    steps_in_turns,
 )
 from retrograd.errors import Refusal, VerificationError
 from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
-from retrograd.graph.eager_order import ROOT, eager_walk, with_steps
 from retrograd.graph.fx import add_copy
+from retrograd.live.capture.eager_positions import positions_in_eager
 from retrograd.live.capture.grad_dtypes import asked_dtypes, in_dtypes, leaves_with_buffers
 from retrograd.live.run.plan import Plan
 from retrograd.passes.eager_reordering import reorder_like_eager
@@ -102,7 +101,7 @@ class CapturedBackward:
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:
-            return reorder_like_eager(self.graph, _positions(self.graph, backward))
+            return reorder_like_eager(self.graph, positions_in_eager(self.graph, backward))
         except (LookupError, VerificationError):
             if not self._plans:
                 raise  # still capturing: the stock engine can run this backward
@@ -172,33 +171,6 @@ def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGrap
         for call, line in zip(backward.node_calls, lines, strict=False)
     ]
     return replace(backward, node_calls=tuple(named))
-
-
-def _steps(graph: BackwardGraph, backward: LiveBackward) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """The steps of live nodes that each replace many of eager's, by index in the live graph."""
-    inlined = {backward.walk[index]: inlined.steps for index, inlined in graph.inlined.items()}
-    return {i: steps_in_turns(node.handle) for i, node in enumerate(backward.graph.nodes)} | inlined
-
-
-def _positions(graph: BackwardGraph, backward: LiveBackward) -> dict[tuple[int, int], int]:
-    """For each node call and each of its steps, its position in eager's order.
-
-    Raises:
-        LookupError: the live graph is not the one that the engine walked.
-    """
-    live, walk = backward.graph, backward.walk
-    for call, i in zip(graph.node_calls, walk, strict=False):
-        if i != ROOT and call.name and call.name != live.nodes[i].name:
-            raise LookupError(f"node call {call.index} is {call.name}, expected {live.nodes[i].name}")
-    if len(walk) < len(graph.node_calls):
-        raise LookupError(f"{len(graph.node_calls)} node calls, expected {len(walk)}")
-    stepwise, chains = with_steps(live, _steps(graph, backward))
-    place = {node: position for position, node in enumerate(eager_walk(stepwise))}
-    return {
-        (index, step): place[link]
-        for index, node in enumerate(walk)
-        for step, link in enumerate(chains.get(node, [node]))
-    }
 
 
 def without_last_outputs(backward: BackwardGraph, count: int) -> BackwardGraph:

@@ -29,6 +29,7 @@ from retrograd.graph.backward_graph import (
 from retrograd.graph.fx import add_copy
 from retrograd.live.calls import user_code
 from retrograd.live.capture.call_graph import CallGraph
+from retrograd.live.capture.eager_positions import positions_in_eager
 
 
 def rest_with_changes(
@@ -62,10 +63,17 @@ def rest_with_changes(
         and node not in finished
         and not _same_hooks(call, call_of(current.node))
     ]
-    came = _by_node_call(late, backward, call_of(current.node), [call for call, _ in waiting])
+    index = {node: i for i, node in enumerate(backward.node_calls)}
+    came = _by_node_call(late, index, call_of(current.node), [call for call, _ in waiting])
     _forget_removed(waiting, removed, values, backward)
-    edges = [(backward.node_calls.index(node), slot) for node, slot in map(edge_of, backward.request.inputs)]
-    rest = _Rest(graph, list(values), finished, came, edges)
+    requested = [(index.get(node), slot) for node, slot in map(edge_of, backward.request.inputs)]
+    if came.keys() - remaining:  # nodes that are not executed and have no hooks left
+        places = positions_in_eager(graph, backward)
+        now = places[call_of(current.node).place]
+        came = {i: hooks for i, hooks in came.items() if i in remaining or places[i, 0] >= now}
+    else:
+        places = {}
+    rest = _Rest(graph, list(values), finished, came, requested, places)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
 
@@ -88,26 +96,28 @@ def _forget_removed(
 
 
 def _by_node_call(
-    late: Sequence[LateHook], backward: LiveBackward, here: Call, waiting: Sequence[Call]
+    late: Sequence[LateHook], index: Mapping[Any, int], here: Call, waiting: Sequence[Call]
 ) -> dict[int, list[LateHook]]:
     """The added hooks that eager still calls, by node call, in the order of its calls. Hooks on nodes outside
     this backward are left out.
 
     Args:
         late: all hooks that were added.
-        backward: has the autograd nodes.
+        index: the node call of each autograd node.
         here: the call that added them.
         waiting: the calls of hooks that come later.
     """
     # Of tensors on one node, the engine calls those hooks whose dictionaries it found at its arrival.
-    slots = {call.slot for call in waiting if call.node_call == here.node_call}
+    slots = {
+        call.slot for call in waiting if call.hook is HookKind.TENSOR_PRE and call.node_call == here.node_call
+    }
     stage = _ORDER.index(here.hook or HookKind.UNPACK)
     came: dict[int, list[LateHook]] = {}
     for hook in sorted(late, key=lambda hook: _ORDER.index(hook.kind)):
-        index = next((i for i, node in enumerate(backward.node_calls) if node is hook.node), None)
+        at = index.get(hook.node)
         follows = _ORDER.index(hook.kind) > stage or (hook.kind is HookKind.TENSOR_PRE and hook.slot in slots)
-        if index is not None and (index != here.node_call or follows):
-            came.setdefault(index, []).append(hook)
+        if at is not None and (at != here.node_call or follows):
+            came.setdefault(at, []).append(hook)
     return came
 
 
@@ -156,9 +166,10 @@ class _Rest:
         computed: Sequence[fx.Node],
         done: Collection[fx.Node],
         came: Mapping[int, Sequence[LateHook]],
-        requested: Sequence[tuple[int, int]],
+        requested: Sequence[tuple[int | None, int]],
+        places: Mapping[tuple[int, int], int],
     ) -> None:
-        self._backward, self._done, self._requested = backward, done, requested
+        self._backward, self._done, self._requested, self._places = backward, done, requested, places
         self._waiting = {index: list(hooks) for index, hooks in came.items()}
         self._calls = CallGraph()
         self._graph = self._calls.graph
@@ -177,9 +188,13 @@ class _Rest:
         for index, nodes in self._blocks():
             waiting = self._waiting.get(index, [])
             self._block(nodes, waiting)
-            is_executed = any(call_of(node).hook is None for node in nodes)
-            for (at, slot), grad in zip(self._requested, outputs, strict=False):
-                if at == index and grad is not None and not is_executed:
+            if any(call_of(node).hook is None for node in nodes):
+                continue  # it is executed
+            grads = {
+                edge: grad for edge, grad in zip(self._requested, outputs, strict=False) if grad is not None
+            }
+            for (at, slot), grad in (self._last | grads).items():
+                if at == index:
                     call = Call(CallKind.HOOK, index, slot=slot)
                     self._add_tensor_hooks(grad, call, waiting, _OF_TENSORS)
         self._graph.output(
@@ -199,11 +214,11 @@ class _Rest:
         for node, call in self._backward.calls():
             if node not in self._done:
                 blocks.setdefault(call.place, []).append(node)
-        found = [(index, nodes) for (index, _), nodes in blocks.items()]
-        for missing in sorted(self._waiting.keys() - {index for index, _ in found}):
-            place = next((i for i, (index, _) in enumerate(found) if index > missing), len(found))
-            found.insert(place, (missing, []))
-        return found
+        found = [*blocks.items()]
+        for place in [(index, 0) for index in self._waiting.keys() - {index for index, _ in blocks}]:
+            after = (i for i, (other, _) in enumerate(found) if self._places[other] > self._places[place])
+            found.insert(next(after, len(found)), (place, []))
+        return [(index, nodes) for (index, _), nodes in found]
 
     def _block(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
         """Add one node call: the hooks before it, the node, the hooks after it, then the sums of its results.
