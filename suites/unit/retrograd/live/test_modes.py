@@ -199,3 +199,22 @@ def test_a_function_mode_sees_of_a_registration_what_it_sees_in_eager(register: 
             call(x, lambda grad: None)
         seen.append(mode.seen)
     assert seen[0] == seen[1]
+
+
+def test_a_function_mode_sees_of_retain_grad_in_a_hook_what_it_sees_in_eager() -> None:
+    def seen() -> list[Any]:
+        mode, y = _Seeing(), torch.ones(2, requires_grad=True).sin()
+        z = y.cos()
+
+        def hook(grad: Tensor) -> None:
+            with mode:
+                y.retain_grad()
+
+        z.register_hook(hook)
+        z.sum().backward()
+        assert y.grad is not None
+        return mode.seen
+
+    with retrograd.compiled_autograd(backend="eager"):
+        found = seen()
+    assert found == seen() == ["retain_grad"]

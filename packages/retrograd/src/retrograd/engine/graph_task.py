@@ -291,14 +291,19 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
 
 
 def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
-    before = tensor.retains_grad
+    before = bool(_watched) and _retains_grad(tensor)
     original(tensor)
-    if _watched and not before and tensor.retains_grad:
+    if _watched and not before and _retains_grad(tensor):
         late = LateHook(
             HookKind.RETAIN_GRAD, *_edge_of(tensor), functools.partial(_retain, weakref.ref(tensor))
         )
         for changes in tuple(_watched):
             changes.late.append(late)
+
+
+@without_torch_functions
+def _retains_grad(tensor: torch.Tensor) -> bool:
+    return tensor.retains_grad
 
 
 @without_torch_functions
