@@ -26,12 +26,13 @@ from retrograd.aot.modules import ModuleState
 from retrograd.aot.state import state_of_flat
 from retrograd.aot.trace.structure import Structure
 from retrograd.errors import CaptureError, Refusal
-from retrograd.graph.fx import add_copy, has_effect, is_higher_order, is_random
+from retrograd.graph.fx import add_copy, has_effect, is_higher_order, is_random, operands_of
 from retrograd.graph.joint import Gradient, PrimalKind, output_values
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOutput
-from retrograd.graph.structure import structure_of, token_of
+from retrograd.graph.structure import token_of
 from retrograd.repeats.borders import border_costs
 from retrograd.repeats.divide import find_repeats
+from retrograd.repeats.outline import Outline, TokenisedCall, outline
 from retrograd.runtime.modes import ThreadModes
 from retrograd.runtime.tensor import is_dense
 from retrograd.trace import (
@@ -103,26 +104,6 @@ def _may_repeat(state: CaptureState, manner: CaptureOptions) -> bool:
     return not (inner or state.is_symbolic or manner.split_at_leaf_grads)
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """Consecutive calls of the graph, with the values that they read and the values that others read."""
-
-    calls: Sequence[fx.Node]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-
-    @staticmethod
-    def of(calls: Sequence[fx.Node]) -> _Block:
-        inside = set(calls)
-        inputs = dict.fromkeys(read for node in calls for read in node.all_input_nodes if read not in inside)
-        outputs = [node for node in calls if not inside.issuperset(node.users)]
-        return _Block(calls, tuple(inputs), tuple(outputs))
-
-    def module(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The block as a graph module."""
-        return extract(gm, self.inputs, self.outputs, "block", also=self.calls)
-
-
 @dataclass(eq=False)
 class _Kind:
     """A set of equal blocks.
@@ -136,7 +117,7 @@ class _Kind:
 
     state: CaptureState
     gm: fx.GraphModule
-    blocks: list[_Block]
+    blocks: list[Outline]
     copies: list[BlockCopy] = field(default_factory=list)
 
     def expect(self, copy: BlockCopy, form: Form | None) -> None:
@@ -153,7 +134,7 @@ class _Kind:
     def capture(self, strides: Sequence[int] | None = None) -> TracedBlock | None:
         """Capture the first block for a cotangent with these strides. None if the block does not qualify."""
         block, modes = self.blocks[0], list[ThreadModes]()
-        module = block.module(self.gm)
+        module = _module_of(block, self.gm)
         for number, node in enumerate(node for node in module.graph.nodes if not _is_given(node)):
             node.meta[CALL_OF_BLOCK] = number
 
@@ -223,9 +204,7 @@ def _traced(joint: JointGraph, structure: Structure, modes: ThreadModes) -> Trac
         gradients=tuple([found.get(there) for there in sends.values()]),
         contributed=tuple([there.index for there in sends.values()]),
         steps=tuple(map(tuple, steps.values())),
-        saves=any(region.saves for region in joint.signature.regions),
-        has_functions=any(region.has_functions for region in joint.signature.regions),
-        undefined_matters=any(region.undefined_matters for region in joint.signature.regions),
+        region=next(iter(joint.signature.regions), None),
     )
 
 
@@ -234,26 +213,29 @@ def _traced(joint: JointGraph, structure: Structure, modes: ThreadModes) -> Trac
 
 def _traced_kinds(state: CaptureState, gm: fx.GraphModule) -> list[_Kind]:
     """The kinds of blocks that repeat and could be captured."""
-    groups = defaultdict[Hashable, list[_Block]](list)
+    groups = defaultdict[Hashable, list[Outline]](list)
     for block in _blocks(gm.graph):
         if _qualifies(block, state.thread_modes):
-            structure = structure_of(block.calls, block.inputs, block.outputs)
-            groups[structure, tuple(map(_value_key, block.inputs))].append(block)
+            groups[block.key].append(block)
     kinds = []
-    for (structure, _), blocks in groups.items():  # type: ignore[misc]
+    for blocks in groups.values():
         kind = _Kind(state, gm, blocks)
-        if structure is None or len(blocks) < _COPIES or (traced := kind.capture()) is None:
+        if len(blocks) < _COPIES or (traced := kind.capture()) is None:
             continue
         kind.copies = [BlockCopy(traced, one.calls, partial(_otherwise, one, gm)) for one in blocks]
         kinds.append(kind)
     return kinds
 
 
-def _otherwise(block: _Block, gm: fx.GraphModule, *args: Any) -> Any:
-    return run_graph(block.module(gm), args)
+def _module_of(block: Outline, gm: fx.GraphModule) -> fx.GraphModule:
+    return extract(gm, block.inputs, block.outputs, "block", also=block.calls)
 
 
-def _blocks(graph: fx.Graph) -> Iterator[_Block]:
+def _otherwise(block: Outline, gm: fx.GraphModule, *args: Any) -> Any:
+    return run_graph(_module_of(block, gm), args)
+
+
+def _blocks(graph: fx.Graph) -> Iterator[Outline]:
     """All repeated blocks of the graph."""
     calls = [node for node in graph.nodes if not _is_given(node)]
     if len(calls) < _LEAST * _COPIES or any(map(switches_more, calls)):
@@ -262,9 +244,11 @@ def _blocks(graph: fx.Graph) -> Iterator[_Block]:
     costs = border_costs(
         calls, lambda node: _cost(_example(node)), closed=[(i, i + 1) for i in switched(calls)]
     )
-    for repeat in find_repeats([_token(node) for node in calls], costs, _LEAST, _COPIES):
+    known = {node: TokenisedCall(_token(node), operands_of(node)) for node in calls}
+    results = dict.fromkeys(graph.output_node().all_input_nodes, True)
+    for repeat in find_repeats([known[node].token for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
-            yield _Block.of(calls[start : start + repeat.length])
+            yield outline(calls[start : start + repeat.length], known, results, _value_key)
 
 
 #: metadata by which otherwise equal calls differ.
@@ -304,7 +288,7 @@ def _is_given(node: fx.Node) -> bool:
     return not node.op.startswith("call_")
 
 
-def _qualifies(block: _Block, modes: ThreadModes) -> bool:
+def _qualifies(block: Outline, modes: ThreadModes) -> bool:
     given, made = ([*map(_example, nodes)] for nodes in (block.inputs, block.outputs))
     if not given or not all(map(form_of, (*given, *made))):
         return False

@@ -171,6 +171,13 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values that a call reads, one for each use."""
+    operands: list[fx.Node] = []
+    map_arg((node.args, node.kwargs), operands.append)
+    return tuple(operands)
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """True if the call itself, not one in a graph passed to it, draws random numbers."""
     return is_operator_overload(node.target) and is_random(node)

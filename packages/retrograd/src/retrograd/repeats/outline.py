@@ -7,7 +7,7 @@ uses; its outputs, in the order of their calls; and a key. Runs with equal keys 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from retrograd.graph.fx import (
     is_wait,
     is_write_to_input,
     lazy_graph_module,
+    operands_of,
 )
 from retrograd.graph.structure import token_of
 
@@ -62,20 +63,17 @@ def outlines(
         known: their tokens and operands.
         results: by result of the graph, whether it must have its traced strides.
     """
-    read: set[fx.Node] = set()
-    for calls in runs:
-        inside = set(calls)
-        read.update(value for node in calls for value in known[node].operands if value not in inside)
-    return [_outline(calls, known, read, results) for calls in runs]
+    return [outline(calls, known, results, _input) for calls in runs]
 
 
-def _outline(
+def outline(
     calls: Sequence[fx.Node],
     known: Mapping[fx.Node, TokenisedCall],
-    read: Collection[fx.Node],
     results: Mapping[fx.Node, bool],
+    key_of: Callable[[fx.Node], Hashable],
 ) -> Outline:
-    """The outline of `calls`. Its outputs are the nodes that are `read` by other runs, or are results."""
+    """The outline of `calls`. Its outputs are the nodes that other calls read, or that are results. The key
+    contains `key_of` each input."""
     inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
     inputs: dict[fx.Node, int] = {}
     body = []
@@ -90,13 +88,13 @@ def _outline(
         body.append((call.token, tuple(places)))
     pinned, free = [], []
     for node in calls:
-        if node in read or results.get(node):
+        if results.get(node) or any(user not in inside and user.op != "output" for user in node.users):
             pinned.append(node)
         elif node in results:
             free.append(node)
     outputs = (*pinned, *free)
     border = tuple([inside[node] for node in outputs]), len(pinned)
-    key = tuple(body), tuple([_input(node) for node in inputs]), border
+    key = tuple(body), tuple(map(key_of, inputs)), border
     return Outline(calls, tuple(inputs), outputs, len(pinned), key)
 
 
@@ -166,13 +164,11 @@ def tokenised(node: fx.Node) -> TokenisedCall:
     Some calls equal only themselves: calls with effects other than drawing random numbers or writing to an
     input, higher-order operators, collectives, and convolutions whose memory format is open.
     """
-    operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), operands.append)
     value = node.meta.get("val")
     if not _may_repeat(node) or value is None:
-        return TokenisedCall((node,), tuple(operands))
+        return TokenisedCall((node,), operands_of(node))
     notes = repr(node.meta[_NOTES]) if _NOTES in node.meta else None
-    return TokenisedCall((token_of(node), metadata_of(value), notes), tuple(operands))
+    return TokenisedCall((token_of(node), metadata_of(value), notes), operands_of(node))
 
 
 def _may_repeat(node: fx.Node) -> bool:

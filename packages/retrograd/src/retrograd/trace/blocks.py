@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
 
 from retrograd.errors import Refusal
 from retrograd.graph.fx import KEPT_FOR, is_operator_overload
+from retrograd.graph.joint import Region
 from retrograd.runtime.modes import ThreadModes, torch_functions_off
 from retrograd.runtime.tensor import storage_of
 from retrograd.trace.activation_checkpoint import CALL_OF_BLOCK, HANDED_ON
@@ -65,9 +66,7 @@ class TracedBlock:
             None if undefined.
         contributed: for each contribution, the position of its input.
         steps: for each of eager's autograd nodes, the positions of its contributions.
-        saves: whether eager saves tensors for the block.
-        has_functions: whether a custom ``autograd.Function`` is among its nodes.
-        undefined_matters: whether one of its nodes treats an undefined gradient differently from zeros.
+        region: describes its autograd nodes; None if there are none.
     """
 
     graph: fx.Graph
@@ -78,9 +77,7 @@ class TracedBlock:
     gradients: tuple[fx.Node | None, ...]
     contributed: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
-    saves: bool
-    has_functions: bool
-    undefined_matters: bool
+    region: Region | None
 
     @property
     def given(self) -> list[fx.Node]:
@@ -183,7 +180,7 @@ class Instance:
         """The contributions to the gradients of the inputs."""
         block = self.block
         if grad is None:
-            if block.has_functions:
+            if block.region is not None and block.region.has_functions:
                 raise Refusal("unnotable", "Functions of a block would get an undefined gradient")
             return [None] * len(block.gradients)
         fake = plain(grad)

@@ -291,7 +291,7 @@ def differentiate(
 
 def _described(region: RegionNodes, graph: LiveGraph, blocks: Mapping[int, Any]) -> Region:
     """The region with its nodes' properties. Nodes in `blocks` stand for a repeated block, traced once."""
-    inside = [blocks[node] for node in region.nodes if node in blocks]
+    inside = [blocks[node].region for node in region.nodes if node in blocks]
     handles = [graph.nodes[node].handle for node in region.nodes if node not in blocks]
     functions = [one for one in handles if hasattr(one, "apply")]
     return Region(

@@ -29,6 +29,7 @@ from retrograd.graph.fx import (
     is_mutating,
     is_operator_overload,
     is_wait,
+    operands_of,
     reads_memory,
     replace_by_equal,
 )
@@ -60,9 +61,7 @@ def _equal_calls(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[Hashable, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
     for node in calls:
-        operands: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), operands.append)
-        same = tuple([first.get(operand, operand) for operand in operands])
+        same = tuple([first.get(operand, operand) for operand in operands_of(node)])
         key = token_of(node), same, repr([node.meta.get(mark) for mark in _MARKS])
         group = groups.setdefault(key, [])
         group.append(node)
