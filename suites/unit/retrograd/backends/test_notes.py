@@ -19,7 +19,7 @@ from retrograd.backends.inductor import chooses_layouts
 from retrograd.backends.inductor.notes import Note
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.graph.fx import lazy_graph
-from retrograd.graph.lazy import KnownGraph
+from retrograd.graph.lazy import LazyGraph
 from unit.retrograd.aot.second_process import in_a_new_process
 
 
@@ -144,7 +144,7 @@ def test_whether_layouts_are_chosen_is_known_without_the_graph(groups: int) -> N
     mode = FakeTensorMode()
     gm = make_fx(layers)(mode.from_tensor(x), mode.from_tensor(weight))
     graph = lazy_graph(gm)
-    unread = KnownGraph(lambda: pytest.fail("it is read"), graph.summary, None)
+    unread = LazyGraph(lambda: pytest.fail("it is read"), lambda: graph.summary)
     graph.known_as = unread.known_as = "a graph"
     asked = chooses_layouts(graph, is_inference=False)
     assert asked is GraphLowering.decide_layout_opt(gm, is_inference=False)

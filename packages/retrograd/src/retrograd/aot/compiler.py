@@ -84,7 +84,10 @@ def compile_with(
     given, worker processes begin to compile the partition, and we write it to disk meanwhile."""
     ahead = find_backend(config.backend)
     behind = ahead if config.backward is None else find_backend(config.backward, "backward")
-    half = _forward_half(partition, lazy)
+    # The backend may choose strides for saved tensors, unless the backward is compiled before we know them.
+    saved = 0 if lazy else sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
+    visible = partition.joint.signature.forward_count + saved
+    half = GraphKind(is_inference=not partition.backwards, visible=visible)
     memory = SharedMemory()
     regions = [
         RegionCode(partition, number, behind, config, report, memory)
@@ -104,14 +107,6 @@ def compile_with(
         for region in regions:
             region.compile_ahead()
     return CompiledFunction(partition, code, regions)
-
-
-def _forward_half(partition: Partition, lazy: bool) -> GraphKind:
-    """The kind of the forward graph. The backend may choose strides for saved tensors, unless the backward is
-    compiled before we know them."""
-    saved = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
-    visible = partition.joint.signature.forward_count + (0 if lazy else saved)
-    return GraphKind(is_inference=not partition.backwards, visible=visible)
 
 
 class Compiled:

@@ -30,13 +30,14 @@ from retrograd.runtime import pytree
 from retrograd.runtime.subclass import is_wrapper
 from retrograd.trace import FirstRun
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+#: the dictionaries in which a module stores the hooks that run when it is called.
+HOOKS_OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS_OF_A_MODULE)
 
 
-def are_all_modules_hooked() -> bool:
-    """Whether any global module hooks are registered."""
-    return any(getattr(torch_module, name) for name in _GLOBAL_HOOKS)
+def hooks_of_all_modules() -> list[int]:
+    """The keys of all global module hooks."""
+    return [key for name in _GLOBAL_HOOKS for key in getattr(torch_module, name)]
 
 
 @dataclass
@@ -140,10 +141,8 @@ class ModuleState:
         """Whether any of the modules has hooks, or a global module hook is registered."""
         if RemovableHandle.next_id != self._hooks_seen:
             self._hooks_seen = RemovableHandle.next_id
-            self._hooked = [m for m in self._modules if any(getattr(m, name) for name in _HOOKS)]
-        return bool(self._modules) and (
-            any(getattr(m, name) for m in self._hooked for name in _HOOKS) or are_all_modules_hooked()
-        )
+            self._hooked = [m for m in self._modules if _has_hooks(m)]
+        return bool(self._modules) and (any(map(_has_hooks, self._hooked)) or bool(hooks_of_all_modules()))
 
     # capture
 
@@ -163,6 +162,10 @@ class ModuleState:
             for holder, key in places:
                 if holder.get(key) is one:
                     holder[key] = tensor
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in HOOKS_OF_A_MODULE)
 
 
 def _copied(value: Any) -> Any:

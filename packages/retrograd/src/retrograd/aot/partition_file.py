@@ -23,7 +23,7 @@ from retrograd.aot.reinplacing import writing_ahead
 from retrograd.config import Policy
 from retrograd.errors import Refusal
 from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
-from retrograd.graph.lazy import KnownGraph, LazyGraph, Summary
+from retrograd.graph.lazy import LazyGraph, Summary
 from retrograd.process import cached_property
 from retrograd.repeats.compile import Division, Step
 from retrograd.serialize import Reader, Writer, heading_of, packed, unpacked
@@ -119,7 +119,7 @@ def _read_half(written: Mapping[str, Any], reader: Reader, read: Callable[[], fx
     summary: Summary = reader.read(written["summary"])
     steps = tuple(Step(key, tuple(reads), tuple(makes)) for key, reads, makes in written["steps"])
     division = Division([*summary.inputs], summary.names, parts, steps, reader.read(written["results"]))
-    return KnownGraph(read if steps else lambda: parts[None][0], summary, division)
+    return LazyGraph(read if steps else lambda: parts[None][0], lambda: summary, division)
 
 
 def _serialize_graph(gm: fx.GraphModule, writer: Writer) -> list[Any]:

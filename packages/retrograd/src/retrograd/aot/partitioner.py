@@ -41,7 +41,6 @@ from retrograd.graph.fx import (
     insert_replay,
     is_mutating,
     lazy_graph,
-    lazy_graph_module,
 )
 from retrograd.graph.joint import Cotangent, output_values
 from retrograd.graph.joint_graph import JointValues, Partition, RegionBackward, Saved, SavedKind
@@ -63,7 +62,7 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     Raises:
         VerificationError: a backward would read a value that is not saved, or an effect would happen twice.
     """
-    copy = replace(joint, gm=copied_module(joint.gm, lazy_graph_module))  # We change the copy.
+    copy = replace(joint, gm=copied_module(joint.gm))  # We change the copy.
     memory = memory_of(copy.gm, copy.signature)
     chosen = choose_saved(copy, memory, policy)
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))

@@ -19,7 +19,7 @@ from torch import fx
 
 from retrograd.facts import answers
 from retrograd.graph.aliases import aliased_inputs
-from retrograd.graph.fx import copied_module, lazy_graph, lazy_graph_module
+from retrograd.graph.fx import copied_module, lazy_graph
 from retrograd.graph.joint import output_values
 from retrograd.graph.joint_graph import JointValues, Partition, Update
 from retrograd.graph.reach import origins
@@ -35,7 +35,7 @@ def writing_ahead(partition: Partition) -> Partition:
     has_effects = summary.has_effects_besides_random or not checks.isdisjoint(summary.targets)
     if partition.backwards or not joint.updates or has_effects:
         return partition  # We could not undo the call's effects.
-    gm = copied_module(partition.forward, lazy_graph_module)
+    gm = copied_module(partition.forward)
     forward: Sequence[Any] = joint.signature.outputs[: joint.signature.forward_count]
     places = {role.index: place for place, role in enumerate(forward)}
     results = [*output_values(gm.graph)]

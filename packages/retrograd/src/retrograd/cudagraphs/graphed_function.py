@@ -14,15 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from retrograd.cudagraphs.graphed_call import HELD, NOT_NOW, GraphedCall, Values, has_failed
 from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import (
-    Sizes,
     recorded_without,
     refusal,
-    sizes_of,
     tensors_in,
     values_of,
     why_not_recorded,
@@ -36,7 +35,7 @@ from retrograd.policy import MOST_SETS, MOST_SIZES, MUCH
 from retrograd.report import process_report
 from retrograd.runtime.cuda import CudaRecorder
 from retrograd.runtime.tensor import storage_of
-from retrograd.trace import bytes_of
+from retrograd.trace import bytes_of, places_of_symbols
 
 #: called with the results of code that cannot be recorded; returns its replacement, or None if there is none.
 Instead = Callable[[Sequence[Any]], Boxed | None]
@@ -49,7 +48,7 @@ class GraphedFunction:
         code: the function.
         make: makes the `GraphedCall` of a function for one more set.
         instead: called once, if a call cannot be recorded.
-        sizes: the sizes that differ between calls.
+        inputs: example values of its inputs.
         tell: called with the reason if calls with some sizes are not recorded.
     """
 
@@ -58,11 +57,15 @@ class GraphedFunction:
         code: Boxed,
         make: Callable[[Boxed], GraphedCall],
         instead: Instead,
-        sizes: Sizes,
+        inputs: Sequence[Any],
         tell: Callable[[Reason], None],
     ) -> None:
         self._code, self._make, self._instead = code, make, instead
-        self._sizes, self._tell = sizes, tell
+        self._tell = tell
+        #: where to read the sizes that differ between calls: the index of an input, and a dimension of it, or
+        #: None if the input is the number itself; and the indices of these inputs.
+        self._sizes = tuple(places_of_symbols(inputs).values())
+        self._numbers = [i for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
         self._places: tuple[int, ...] | None = None
         #: by parameter addresses and sizes: the call, and weak references that see a parameter being freed.
         self._calls: dict[tuple[Any, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
@@ -75,16 +78,16 @@ class GraphedFunction:
         if self._places is None:
             self._places = tuple(i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter))
         where: tuple[Any, ...] = tuple([inputs[i].data_ptr() for i in self._places])
-        where += tuple([inputs[i] if dim is None else inputs[i].size(dim) for i, dim in self._sizes.symbols])
+        where += tuple([inputs[i] if dim is None else inputs[i].size(dim) for i, dim in self._sizes])
         known = self._calls.get(where) or self._new(where, inputs)
         if known is None:
             return self._code(inputs)
         call = known[0]
-        for i in self._sizes.numbers:
+        for i in self._numbers:
             inputs[i] = None  # the call already has the number
         results = call(inputs)
         if call.is_refused:  # other sets will be refused too
-            self._refused = self._instead(results) or (self._code if self._sizes.symbols else call)
+            self._refused = self._instead(results) or (self._code if self._sizes else call)
         return results
 
     def _new(
@@ -93,7 +96,7 @@ class GraphedFunction:
         """The call for one more set; None if too many sets of sizes are recorded."""
         assert self._places is not None
         parameters = [inputs[i] for i in self._places]
-        if self._sizes.symbols and not self._has_room(where[: len(parameters)]):
+        if self._sizes and not self._has_room(where[: len(parameters)]):
             self._tell(_SIZES)
             return None
         while len(self._calls) >= MOST_SETS:
@@ -105,7 +108,7 @@ class GraphedFunction:
                 forget(where)
 
         watches = [weakref.ref(one, gone) for one in parameters]
-        numbers = {i: inputs[i] for i in self._sizes.numbers}
+        numbers = {i: inputs[i] for i in self._numbers}
         call = self._make(_with_numbers(self._code, numbers) if numbers else self._code)
         return self._calls.setdefault(where, (call, watches))
 
@@ -177,7 +180,8 @@ def graphed(
     def make(fn: Boxed) -> GraphedCall:
         return GraphedCall(fn, _program, device, values, tell)
 
-    return GraphedFunction(code, make, instead, sizes_of(graphs[0]), tell)
+    inputs = [node.meta.get("val") for node in graphs[0].find_nodes(op="placeholder")]
+    return GraphedFunction(code, make, instead, inputs, tell)
 
 
 def unrecordable_calls(graph: fx.Graph) -> Mapping[fx.Node, Reason]:

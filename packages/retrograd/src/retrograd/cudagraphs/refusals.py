@@ -6,7 +6,7 @@ In: graphs with example values. Out: a `Reason`, or None; or the calls that prev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -87,26 +87,6 @@ def _takes_numbers(graph: fx.Graph) -> bool:
     """Whether an input is neither a tensor nor None, nor a number that may be a size."""
     inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return any(value is not None and not isinstance(value, (torch.Tensor, torch.SymInt)) for value in inputs)
-
-
-class Sizes(NamedTuple):
-    """What differs between calls of the same code.
-
-    Attributes:
-        symbols: where to read each symbol: the index of an input, and a dimension of it. The dimension is
-            None if the input itself is the symbol.
-        numbers: the indices of inputs that are numbers.
-    """
-
-    symbols: Sequence[tuple[int, int | None]] = ()
-    numbers: Sequence[int] = ()
-
-
-def sizes_of(graph: fx.Graph) -> Sizes:
-    """Where to read the numbers that determine all sizes."""
-    inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
-    numbers = [place for place, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
-    return Sizes((*places_of_symbols(inputs).values(),), numbers)
 
 
 def _are_sizes_known(graph: fx.Graph) -> bool:

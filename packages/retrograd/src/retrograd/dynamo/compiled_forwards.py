@@ -23,7 +23,7 @@ from torch import fx
 from retrograd.engine import versions_of
 from retrograd.facts.patches import handle
 from retrograd.facts.releases import gradients_of
-from retrograd.graph.fx import copied
+from retrograd.graph.fx import copied_module
 from retrograd.runtime.modes import generator_states, restore_generator_states
 from retrograd.runtime.tensor import zeros_of_slot
 
@@ -81,8 +81,7 @@ def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
     prior = _compiling.graph
-    # Copy the graph, because backends rewrite it.
-    _compiling.graph = fx.GraphModule(gm, copied(gm.graph))
+    _compiling.graph = copied_module(gm)  # because backends rewrite it
     try:
         return original(output, gm, *args)
     finally:

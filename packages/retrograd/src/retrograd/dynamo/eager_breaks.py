@@ -34,6 +34,7 @@ from torch._dynamo.utils import get_static_address_type
 from torch._guards import Guard
 from torch.nn.modules import module as all_modules
 
+from retrograd.aot.modules import HOOKS_OF_A_MODULE, hooks_of_all_modules
 from retrograd.errors import first_line
 from retrograd.facts import functions
 from retrograd.facts.patches import handle
@@ -59,14 +60,7 @@ _set = 0
 
 _SETTERS = ("register_forward", "register_full_backward", "register_backward", "register_module_")
 
-#: the dictionaries in which a module stores the hooks that run when it is called
-HOOKS_OF_A_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NAMES_OF_HOOKS = tuple(f".{name}" for name in HOOKS_OF_A_MODULE)
-
-_OF_ALL_MODULES: tuple[Mapping[int, Any], ...] = (
-    *(all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks),
-    *(all_modules._global_backward_hooks, all_modules._global_backward_pre_hooks),
-)
 
 
 def keeps_eager(tx: Any) -> bool:
@@ -149,14 +143,14 @@ class _Hooks:
 
     def __init__(self, dictionaries: Sequence[Any]) -> None:
         self._known, self._set = [(ref(each), _defaults(each)) for each in dictionaries], _set
-        self._of_all = [*map(tuple, _OF_ALL_MODULES)]
+        self._of_all = hooks_of_all_modules()
 
     def __call__(self, _: object) -> bool:
         if self._set != _set:
             if not all(is_same(_defaults(each()), defaults) for each, defaults in self._known):
                 return False
             self._set = _set
-        return [*map(tuple, _OF_ALL_MODULES)] == self._of_all
+        return hooks_of_all_modules() == self._of_all
 
 
 def _defaults(hooks: Mapping[int, Any] | None) -> list[Any]:

@@ -20,7 +20,8 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import DelayGraphBreakVariable
 
-from retrograd.dynamo.eager_breaks import HOOKS_OF_A_MODULE, backend_keeps_eager, keeps_eager
+from retrograd.aot.modules import HOOKS_OF_A_MODULE
+from retrograd.dynamo.eager_breaks import backend_keeps_eager, keeps_eager
 from retrograd.facts.patches import handle
 
 #: Describes how Dynamo was called. It is a closure, which cannot be pickled.

@@ -121,9 +121,7 @@ def redraws(graph: fx.Graph) -> bool:
 
 def _fake_state(node: fx.Node) -> torch.Tensor:
     """A fake of the state of the generator from which a call draws."""
-    value = node.meta["val"]
-    while isinstance(value, (tuple, list)):
-        value = value[0]
+    value = _first(node.meta["val"])
     with real_tensors():
         cuda = value.device.type == "cuda" and torch.cuda.is_available()
         size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
@@ -190,14 +188,14 @@ def only_draws(node: fx.Node) -> bool:
 
 def random_devices(graph: fx.Graph) -> tuple[torch.device, ...]:
     """The devices from whose generators calls in `graph` draw."""
-    return tuple({_device(node.meta["val"]): None for node in filter(only_draws, graph.nodes)})
+    return tuple({_first(node.meta["val"]).device: None for node in filter(only_draws, graph.nodes)})
 
 
 def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
     """`gm`, which must not change any more, as a `LazyGraph`. `inputs` replace its example inputs if
     given."""
 
-    def summarise(gm: fx.GraphModule) -> Summary:
+    def summarise() -> Summary:
         found = _summary_of(gm)
         return found if inputs is None else replace(found, inputs=tuple(inputs))
 
@@ -215,16 +213,15 @@ def _summary_of(gm: fx.GraphModule) -> Summary:
         len(calls),
         frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
         random_devices(gm.graph),
-        bool(effects),
         not all(only_draws(effect) or fact("raises", effect.target) == "only" for effect in effects),
     )
 
 
-def _device(value: Any) -> torch.device:
+def _first(value: Any) -> Any:
+    """The first tensor in an example value."""
     while isinstance(value, (tuple, list)):
         value = value[0]
-    device: torch.device = value.device
-    return device
+    return value
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -311,12 +308,9 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def copied_module(
-    gm: fx.GraphModule, module: Callable[[nn.Module, fx.Graph, str], fx.GraphModule] = fx.GraphModule
-) -> fx.GraphModule:
-    """A copy of `gm`, made by `module`. Tensors and submodules are shared, ``meta`` dictionaries are
-    copied."""
-    copy = module(gm, copied(gm.graph), "joint")
+def copied_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm`. Tensors and submodules are shared, ``meta`` dictionaries are copied."""
+    copy = lazy_graph_module(gm, copied(gm.graph), "joint")
     copy.meta = dict(gm.meta)
     return copy
 

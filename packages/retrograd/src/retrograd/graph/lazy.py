@@ -26,8 +26,8 @@ class Summary:
         calls: the number of calls.
         targets: the names of the operators that it calls.
         random_devices: the devices whose generators it uses.
-        has_effects: whether a call has an effect besides its value.
-        has_effects_besides_random: the same, not counting random numbers and checks that only raise.
+        has_effects_besides_random: whether a call has an effect besides its value, not counting random
+            numbers and checks that only raise.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,6 @@ class Summary:
     calls: int
     targets: frozenset[str]
     random_devices: tuple[Any, ...]
-    has_effects: bool
     has_effects_besides_random: bool
 
 
@@ -57,10 +56,9 @@ class LazyGraph:
     begun: Sequence[Any] = ()
 
     def __init__(
-        self, read: Callable[[], fx.GraphModule], summarise: Callable[[fx.GraphModule], Summary]
+        self, read: Callable[[], fx.GraphModule], summarise: Callable[[], Summary], division: Any = None
     ) -> None:
-        self._read, self._summarise = read, summarise
-        self.division: Any = None
+        self._read, self._summarise, self.division = read, summarise, division
 
     @cached_property
     def gm(self) -> fx.GraphModule:
@@ -70,11 +68,4 @@ class LazyGraph:
     @cached_property
     def summary(self) -> Summary:
         """The summary of the graph."""
-        return self._summarise(self.gm)
-
-
-class KnownGraph(LazyGraph):
-    """A graph whose summary and division are known before it is read."""
-
-    def __init__(self, read: Callable[[], fx.GraphModule], summary: Summary, division: Any) -> None:
-        self._read, self.summary, self.division = read, summary, division
+        return self._summarise()

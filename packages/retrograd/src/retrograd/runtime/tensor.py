@@ -267,12 +267,7 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is expanded, so that several elements share one memory location."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def may_share_elements(tensor: torch.Tensor) -> bool:
-    """`shares_elements` for possibly symbolic sizes; creates no guard."""
+    """Whether `tensor` is expanded, so that several elements share one memory location. Creates no guard."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(
         type(stride) is int and stride == 0 and (type(size) is not int or size > 1) for size, stride in pairs

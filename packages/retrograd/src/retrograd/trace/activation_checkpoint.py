@@ -76,15 +76,13 @@ def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> I
         if first is not None:
             first.why_not = "it calls a checkpoint"
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
-        marking = Marking(contexts, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
-        with _repeatable(args, repeats_draws), marking:
+        with _marked(args, repeats_draws, contexts):
             yield
 
     @contextmanager
     def reentrant(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
-        marking = Marking(None, CheckpointPolicy.MUST_RECOMPUTE, next(found.groups))
         found.reenter |= torch.is_grad_enabled()
-        with _repeatable(args, repeats_draws), marking:
+        with _marked(args, repeats_draws):
             yield
 
     try:
@@ -137,8 +135,14 @@ def draws_repeated() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
-    """Run one checkpoint, and refuse effects that happen once in a graph but twice in eager.
+def _marked(
+    args: Sequence[Any],
+    repeats_draws: bool,
+    contexts: Callable[[], tuple[Any, Any]] | None = None,
+    otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE,
+) -> Iterator[None]:
+    """Run one checkpoint. Mark its calls with its policy, and refuse effects that happen once in a graph but
+    twice in eager.
 
     When eager recomputes a checkpoint, it repeats in-place mutations and, unless `repeats_draws`, draws other
     random numbers.
@@ -146,11 +150,13 @@ def _repeatable(args: Sequence[Any], repeats_draws: bool) -> Iterator[None]:
     Raises:
         Refusal: the checkpoint mutated its arguments or the traced function's inputs, or drew random numbers.
     """
-    given = _checkpoints.get(Checkpoints()).given
+    checkpoints = _checkpoints.get(Checkpoints())
+    marking, given = Marking(contexts, otherwise, next(checkpoints.groups)), checkpoints.given
     seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
     differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
     draws = draws_so_far()
-    yield
+    with marking:
+        yield
     if differentiable and (any_changed(given[count:]) or [mutations_of(value) for value in seen] != before):
         raise Refusal("backward-effect", "a checkpoint in it changes a tensor, which its backward does again")
     if differentiable and not repeats_draws and draws_so_far() > draws:
@@ -267,7 +273,5 @@ class _Interpreter(fx.Interpreter):
         repeats_draws = kwargs.get("preserve_rng_state", True)
         if kwargs.get("use_reentrant"):  # Dynamo has turned its closure into arguments
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
-        groups = _checkpoints.get(Checkpoints()).groups
-        marking = Marking(contexts, CheckpointPolicy.PREFER_RECOMPUTE, next(groups))
-        with _repeatable(inputs, repeats_draws), marking:
+        with _marked(inputs, repeats_draws, contexts, CheckpointPolicy.PREFER_RECOMPUTE):
             return _Interpreter(body).run(*inputs)

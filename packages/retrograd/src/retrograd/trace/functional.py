@@ -34,7 +34,7 @@ from retrograd.graph.fx import is_operator_overload, schema_of
 from retrograd.graph.operator_effects import around_collecting, collecting_refused
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import without_symbols
-from retrograd.runtime.tensor import inner_tensors, may_overlap, may_share_elements, storage_of
+from retrograd.runtime.tensor import inner_tensors, may_overlap, shares_elements, storage_of
 from retrograd.trace.graph_tracer import recorded
 from retrograd.trace.undeclared_writes import declaring_its_writes
 
@@ -72,7 +72,8 @@ def functional_mode(
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
         if (instead := declaring_its_writes(func, args)) is not None:
-            return run(instead.operator, types, instead.args, {})[: instead.results]
+            operator, given, count = instead
+            return run(operator, types, given, {})[:count]
         with recorded(fills_by=func) if fact("fills", func) else nullcontext():
             result = run(func, types, args, kwargs)
         torch.autograd.graph.increment_version(changed)  # functionalisation does not bump their versions
@@ -148,7 +149,7 @@ def plain(value: Any) -> Any:
 
 def _is_spread(func: Any, args: Sequence[Any], result: torch.Tensor, spread: Mapping[int, Any]) -> bool:
     is_part = bool(args) and id(args[0]) in spread and storage_key(result) == storage_key(args[0])
-    return is_part or bool(fact("overlaps", func)) or may_share_elements(result)
+    return is_part or bool(fact("overlaps", func)) or shares_elements(result)
 
 
 def _writes_to_first(func: Any) -> bool:

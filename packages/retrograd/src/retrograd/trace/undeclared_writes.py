@@ -10,7 +10,7 @@ would write again each time the graph, a part of it or the function is re-run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,16 +19,9 @@ from retrograd.facts import fact
 from retrograd.graph.fx import schema_of
 
 
-class Instead(NamedTuple):
-    """A call that replaces another one. Its first `results` results are those of the other."""
-
-    operator: Any
-    args: tuple[Any, ...]
-    results: int
-
-
-def declaring_its_writes(operator: Any, args: Sequence[Any]) -> Instead | None:
-    """The call to make instead; None if the call writes only what its schema declares.
+def declaring_its_writes(operator: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], int] | None:
+    """The call to make instead: its operator, its arguments, and how many of its first results are those of
+    the other call. None if the call writes only what its schema declares.
 
     Raises:
         Refusal: the call has an undeclared write, and no operator declares the same write.
@@ -43,4 +36,4 @@ def declaring_its_writes(operator: Any, args: Sequence[Any]) -> Instead | None:
     if instead is None or len(given) < len(places):
         raise not_representable(f"it calls {operator}, which writes running statistics without saying so")
     args = (*args[:condition], *args[condition + 1 :])  # the replacement always writes: no flag
-    return Instead(getattr(torch.ops.aten, instead).default, args, len(schema_of(operator).returns))
+    return getattr(torch.ops.aten, instead).default, args, len(schema_of(operator).returns)

@@ -11,8 +11,8 @@ custom operator waits for the device: we then cut the graph and compile it once 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ def lower_half(
     def compile_stretch(gm: fx.GraphModule, examples: Sequence[Any], visible: int | None) -> Boxed:
         return lower(backend, lazy_graph(gm, examples), state, replace(half, visible=visible), config)
 
-    if config.patience is None and (cut := _cut(graph, half)) is not None:
-        return InStretches(cut.code(compile_stretch, values))
+    if config.patience is None and (division := _cut(graph, half)) is not None:
+        return InStretches(_code_of(division, compile_stretch, values))
     code = lower(backend, graph, state, half, config)
     if not is_ready(code):
         return code
@@ -68,26 +68,25 @@ def lower_half(
     def instead(results: Sequence[Any]) -> Boxed | None:
         """Code in stretches. Its results have the strides of the uncut code, because the backward was
         compiled for them."""
-        if not are_modes_plain() or (cut := _cut(graph, half)) is None:
+        if not are_modes_plain() or (division := _cut(graph, half)) is None:
             return None
         with torch.inference_mode(False):
-            return with_strides_of(cut.code(compile_stretch, values), results)
+            return with_strides_of(_code_of(division, compile_stretch, values), results)
 
     return graphed(code, graph.gm.graph, values=values, instead=instead)
 
 
-def _cut(graph: LazyGraph, half: GraphKind) -> _Cut | None:
+def _cut(graph: LazyGraph, half: GraphKind) -> Division | None:
     """The graph, cut at calls that cannot be recorded. None if there are none, or if too little is left."""
     reasons = unrecordable_calls(graph.gm.graph)
     if not reasons:
         return None
     division = divide_at(graph.gm, graph.summary.inputs, half.visible, reasons)
-    recorded = {key: _is_worth_it(gm.graph) for key, (gm, _, _) in division.graphs.items()}
-    if not division.steps or not any(recorded.values()):
+    if not division.steps or not any(_is_worth_it(gm.graph) for gm, _, _ in division.graphs.values()):
         return None
     for reason in dict.fromkeys(reasons.values()):
         tell_report(reason)
-    return _Cut(division, recorded)
+    return division
 
 
 def _is_worth_it(graph: fx.Graph) -> bool:
@@ -96,41 +95,28 @@ def _is_worth_it(graph: fx.Graph) -> bool:
     return len(calls) >= FEWEST_RECORDED and not unrecordable_calls(graph)
 
 
-@dataclass(frozen=True, eq=False)
-class _Cut:
-    """A graph cut into stretches.
-
-    Attributes:
-        division: the stretches and their steps.
-        is_recorded: by a stretch's key, whether it is recorded.
-    """
-
-    division: Division
-    is_recorded: Mapping[Hashable, bool]
-
-    def code(self, compile_stretch: CompilePart, values: Values) -> Boxed:
-        """Code for the graph. Equal stretches share code; each use is recorded separately."""
-        division = self.division
-        codes = {key: compile_stretch(*graph) for key, graph in division.graphs.items()}
-        #: values that recordings produce, with their names in `Values.results`.
-        known = {division.names[place]: name for place, name in values.results.items()}
-        loose = {division.names[place] for place in values.loose}
-        kept = {division.results[place]: name for place, name in values.kept.items()}
-        seen = {name for place, name in enumerate(division.results) if place not in values.kept}
-        run: list[Boxed] = []
-        for step in division.steps:
-            if not self.is_recorded[step.key]:
-                loose.update(step.makes)
-                run.append(codes[step.key])
-                continue
-            reads, makes = [*enumerate(step.reads)], enumerate(step.makes)
-            own = Values(
-                kept={i: kept.get(name, (self, name)) for i, name in makes if name not in seen},
-                loose=[i for i, name in reads if name in loose],
-                results={i: known[name] for i, name in reads if name in known},
-                memory=values.memory,
-            )
-            known.update({step.makes[i]: name for i, name in own.kept.items()})
-            gm, _, _ = division.graphs[step.key]
-            run.append(graphed(codes[step.key], gm.graph, values=own))
-        return division.joined(run)
+def _code_of(division: Division, compile_stretch: CompilePart, values: Values) -> Boxed:
+    """Code for a graph in stretches. Equal stretches share code; each use is recorded separately."""
+    codes = {key: compile_stretch(*graph) for key, graph in division.graphs.items()}
+    recorded = {key: gm.graph for key, (gm, _, _) in division.graphs.items() if _is_worth_it(gm.graph)}
+    #: values that recordings produce, with their names in `Values.results`.
+    known = {division.names[place]: name for place, name in values.results.items()}
+    loose = {division.names[place] for place in values.loose}
+    kept = {division.results[place]: name for place, name in values.kept.items()}
+    seen = {name for place, name in enumerate(division.results) if place not in values.kept}
+    run: list[Boxed] = []
+    for step in division.steps:
+        if step.key not in recorded:
+            loose.update(step.makes)
+            run.append(codes[step.key])
+            continue
+        reads, makes = [*enumerate(step.reads)], enumerate(step.makes)
+        own = Values(
+            kept={i: kept.get(name, (division, name)) for i, name in makes if name not in seen},
+            loose=[i for i, name in reads if name in loose],
+            results={i: known[name] for i, name in reads if name in known},
+            memory=values.memory,
+        )
+        known.update({step.makes[i]: name for i, name in own.kept.items()})
+        run.append(graphed(codes[step.key], recorded[step.key], values=own))
+    return division.joined(run)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from retrograd.aot.droppable import RestoreSaved
-from retrograd.aot.modules import are_all_modules_hooked
+from retrograd.aot.modules import hooks_of_all_modules
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
 from retrograd.aot.run.eager_rerun import rerun_region, why_not_rerun
 from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
@@ -239,7 +239,7 @@ class RegionCode:
         if (
             getattr(joint, "reports", ())  # passes have changed the graph since the trace
             or redraws(self._graph.gm.graph)  # it draws from generator states that no other trace has
-            or are_all_modules_hooked()  # a trace would call modules, and thus these hooks
+            or hooks_of_all_modules()  # a trace would call modules, and thus these hooks
             or not (is_static or self.follows_layout)  # new code may add guards that nobody would check
         ):
             return None if autocast else self._graph

@@ -133,16 +133,14 @@ def compile_graph(
         note = Note(known_as, visible, is_backward, is_inference)
         compiled = code_of(note.read(), example_inputs, is_backward)
         if compiled is None:
-            how: Any = {"is_backward": is_backward, "is_inference": is_inference}
+            how: Any = {"static_input_idxs": places, "is_backward": is_backward, "is_inference": is_inference}
             try:
-                given = _prepared(gm, visible), list(example_inputs)
-                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+                compiled = compile_fx_inner(_prepared(gm, visible), list(example_inputs), **how)
             except Exception as error:
                 refuse_without_compiler(error)
                 if not removed(error):
                     raise
-                given = _prepared(gm, visible), list(example_inputs)
-                compiled = compile_fx_inner(*given, static_input_idxs=places, **how)
+                compiled = compile_fx_inner(_prepared(gm, visible), list(example_inputs), **how)
             note.write(getattr(compiled, "_fx_graph_cache_key", None))
     is_boxed = getattr(compiled, "_boxed_call", False)
     run = aligned(compiled, places) if is_boxed else lambda args: compiled(*args)
