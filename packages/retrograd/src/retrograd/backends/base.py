@@ -45,12 +45,8 @@ class Answer(Future[str | None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._process = os.getpid()
-
-    @property
-    def is_of_parent(self) -> bool:
-        """True if this process was forked since. The child never receives an answer."""
-        return self._process != os.getpid()
+        #: the process that asked. A child that is forked later never receives the answer.
+        self.process = os.getpid()
 
 
 class Backend:

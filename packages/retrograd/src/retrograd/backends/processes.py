@@ -251,7 +251,7 @@ def is_done(answer: Answer | None, *, once_begun: bool = False) -> bool:
         answer: the result of `begin`.
         once_begun: wait only if a worker has started on the graph. If not, we cancel the job.
     """
-    if answer is None or answer.is_of_parent or (once_begun and answer.cancel()):
+    if answer is None or answer.process != os.getpid() or (once_begun and answer.cancel()):
         return False
     try:
         why = answer.result(LONGEST_WAIT)

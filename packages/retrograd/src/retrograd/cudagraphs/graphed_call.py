@@ -251,7 +251,7 @@ class GraphedCall:
 
     def _is_to_wait(self) -> bool:
         """Whether to delay the first recording, because other functions are not warm yet."""
-        if self._recordings or self._program.has_come_round or self._waits >= MOST_WAITS:
+        if self._recordings or self._program.rounds or self._waits >= MOST_WAITS:
             return False
         self._waits += 1
         return True
@@ -306,22 +306,17 @@ class GraphedCall:
         self._give_up([*self._recordings])
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
-        if (why := self._why_unlike(inputs)) is not None:
-            return refusal(NOT_NOW, why)
+        for value in inputs:
+            if value is not None and not isinstance(value, torch.Tensor):
+                return refusal(NOT_NOW, f"an input is {type(value).__name__}, and no tensor")
+            if value is not None and value.device != self._device:
+                return refusal(NOT_NOW, f"an input is on {value.device}, and not on {self._device}")
+            if value is not None and geometry_of(value) is None:
+                return refusal(NOT_NOW, "an input is lazily conjugated or negated, sparse or batched")
         if self._is_over:
             return _MOVING
         if self._stream not in (None, self._recorder.stream(self._device)):
             return _OTHER_STREAM
-        return None
-
-    def _why_unlike(self, inputs: Sequence[Any]) -> str | None:
-        for value in inputs:
-            if value is not None and not isinstance(value, torch.Tensor):
-                return f"an input is {type(value).__name__}, and no tensor"
-            if value is not None and value.device != self._device:
-                return f"an input is on {value.device}, and not on {self._device}"
-            if value is not None and geometry_of(value) is None:
-                return "an input is lazily conjugated or negated, sparse or batched"
         return None
 
     def _record(self, inputs: list[Any], givers: Givers) -> Recorded | None:

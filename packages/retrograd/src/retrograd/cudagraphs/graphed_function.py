@@ -101,11 +101,11 @@ class GraphedFunction:
             return None
         while len(self._calls) >= MOST_SETS:
             self._calls.pop(next(iter(self._calls)), None)
-        calls = weakref.WeakMethod(self._forget)
+        own = weakref.ref(self)
 
         def gone(_: object) -> None:
-            if (forget := calls()) is not None:
-                forget(where)
+            if (known := own()) is not None:
+                known._calls.pop(where, None)
 
         watches = [weakref.ref(one, gone) for one in parameters]
         numbers = {i: inputs[i] for i in self._numbers}
@@ -121,9 +121,6 @@ class GraphedFunction:
                 return False
             self._calls.pop(idle, None)
         return True
-
-    def _forget(self, where: tuple[Any, ...]) -> None:
-        self._calls.pop(where, None)
 
 
 def _with_numbers(code: Boxed, numbers: Mapping[int, int]) -> Boxed:

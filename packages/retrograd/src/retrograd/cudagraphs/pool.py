@@ -73,7 +73,7 @@ class Pool:
         for place, one in near:
             if one.is_in_the_way(place, number, given):
                 found.append(one)
-            elif not one.is_out:
+            elif not one.open:
                 del self._out[place]
         return found
 

@@ -29,6 +29,7 @@ class Program:
             overwrite them.
         pools: the pools in use. Recordings own their pools.
         is_untidy: True if everything should be recorded again.
+        rounds: how many rounds the program has completed since it grew.
     """
 
     def __init__(self, recorder: CudaRecorder) -> None:
@@ -36,9 +37,9 @@ class Program:
         self.pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
         self.is_untidy = False
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: the call that starts a round; how many rounds there were; how often we recorded everything again.
+        #: the call that starts a round; how often we recorded everything again.
         self._first: weakref.ref[Any] | None = None
-        self._rounds = self._tidied = 0
+        self.rounds = self._tidied = 0
 
     def enter(self, call: object) -> None:
         """Add a call."""
@@ -49,12 +50,7 @@ class Program:
 
     def grows(self) -> None:
         """Note that a call runs for the first time. We wait until the calls after it have run again."""
-        self._rounds, self._tidied, self._first = 0, 0, None
-
-    @property
-    def has_come_round(self) -> bool:
-        """Whether the program has completed a round since it grew."""
-        return self._rounds > 0
+        self.rounds, self._tidied, self._first = 0, 0, None
 
     def runs(self, call: object) -> None:
         """Note that a call runs. If the recordings are out of order, and no result is referenced, we drop all
@@ -63,7 +59,7 @@ class Program:
         if first is None:
             self._first = weakref.ref(call)
         elif first is call:
-            self._rounds += 1
+            self.rounds += 1
             self.is_untidy = self._lies_out_of_order()
         if not self.is_untidy or self._tidied >= MOST_TIDIED or any(pool.is_held() for pool in self._pools()):
             return

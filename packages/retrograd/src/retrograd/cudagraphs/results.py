@@ -61,6 +61,8 @@ class Results:
 
     Attributes:
         is_outdated: True if we should record again, and copy results that this recording leaves in the pool.
+        has_visible: whether any result that the caller gets stays in the pool.
+        open: results that may still be referenced: handed out, and not seen to be free since.
         least: the smallest number of a recording to which a result was donated that may still be referenced.
 
     Raises:
@@ -90,7 +92,7 @@ class Results:
         handed_out = {id(output) for place, output in enumerate(outputs) if place not in saved}
         saved = {place for place in saved if id(outputs[place]) not in handed_out}
         visible = self._divide(outputs, inputs, saved)
-        self._saved = len(self._staying)
+        self._saved, self.has_visible = len(self._staying), bool(visible)
         self._staying += visible
         # we copy them right after each replay, so other recordings may use their memory
         self._sources = [placed_on(unowned(source), source) for source in self._sources]
@@ -102,35 +104,24 @@ class Results:
         self._until, self.least = [NOBODY] * len(self._staying), NOBODY
         self._storages: list[int] = []
         self._at_rest: list[int] = []
-        #: results that may still be referenced: handed out, and not seen to be free since.
-        self._open: list[int] = []
+        self.open: list[int] = []
 
     def settle(self) -> None:
         """Take the reference counts now as the baseline: only the recording refers to the results."""
         self._storages = [storage_of(tensor) for _, tensor in self._staying]
         self._at_rest = holders(self._storages)
 
-    @property
-    def has_visible(self) -> bool:
-        """Whether any result that the caller gets stays in the pool."""
-        return len(self._staying) > self._saved
-
-    @property
-    def is_out(self) -> bool:
-        """Whether results may still be referenced."""
-        return bool(self._open)
-
     def is_held(self) -> bool:
         """Whether a staying result is still referenced, or was moved to other memory."""
-        return bool(self._held(self._open))
+        return bool(self._held(self.open))
 
     def is_saved_held(self) -> bool:
         """Whether a result that the last replay saved is still referenced."""
-        return bool(self._held([i for i in self._open if i < self._saved]))
+        return bool(self._held([i for i in self.open if i < self._saved]))
 
     def is_unowned_held(self) -> bool:
         """Whether a donated result is still referenced."""
-        return bool(self._held([i for i in self._open if self._until[i] < NOBODY]))
+        return bool(self._held([i for i in self.open if self._until[i] < NOBODY]))
 
     def is_in(self, storages: Collection[int]) -> bool:
         """Whether one of the results that the caller gets lives in these storages."""
@@ -144,17 +135,17 @@ class Results:
         """Like `Pool.in_the_way`, for the results of recording `own`. False if ``own < number < least``."""
         if own >= number:
             return self.is_held()
-        held = self._held([i for i in self._open if self._until[i] <= number])
+        held = self._held([i for i in self.open if self._until[i] <= number])
         return any(self._until[i] < number or self._is_outside(i, given) for i in held)
 
     def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
         """Like `Pool.is_shared`."""
-        held = self._held([i for i in self._open if i < self._saved and self._until[i] == number])
+        held = self._held([i for i in self.open if i < self._saved and self._until[i] == number])
         return any(self._is_outside(i, given) for i in held)
 
     def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
         """Those of the storages `given` that belong to saved results, and have only the given references."""
-        held = self._held([i for i in self._open if i < self._saved and self._until[i] == NOBODY])
+        held = self._held([i for i in self.open if i < self._saved and self._until[i] == NOBODY])
         return {self._storages[i] for i in held if not self._is_outside(i, given)}
 
     def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
@@ -164,7 +155,7 @@ class Results:
         the caller got and no longer holds.
         """
         visible = range(self._saved, len(self._staying)) if self._saved else ()
-        free = set(visible).difference(self._held(self._open))
+        free = set(visible).difference(self._held(self.open))
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
         places = [i for i in owned if self._storages[i] in storages or i in free]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
@@ -182,7 +173,7 @@ class Results:
 
     def leave(self) -> None:
         """Have the next recording copy the results that the caller holds. The second time, it copies all."""
-        found = {self._staying[i][0] for i in self._held(self._open) if i >= self._saved}
+        found = {self._staying[i][0] for i in self._held(self.open) if i >= self._saved}
         if self.is_outdated or self._leaving is None or not found:
             return
         self._leaving |= {place for place, _ in self._staying[self._saved :]} if self._leaving else found
@@ -199,12 +190,12 @@ class Results:
         ]
         if len(held) < len(places):
             free = set(places).difference(held)
-            self._open = [i for i in self._open if i not in free]
+            self.open = [i for i in self.open if i not in free]
             self._find_least()
         return held
 
     def _find_least(self) -> None:
-        self.least = min([self._until[i] for i in self._open], default=NOBODY)
+        self.least = min([self._until[i] for i in self.open], default=NOBODY)
 
     def _is_outside(self, i: int, given: Mapping[int, int]) -> bool:
         """Whether its storage has more references than the `given` ones."""
@@ -212,7 +203,7 @@ class Results:
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that just ran with `inputs`."""
-        self._open = [*range(len(self._staying))]
+        self.open = [*range(len(self._staying))]
         self._find_least()
         results = list(self._constants)
         for place, i in self._passed:

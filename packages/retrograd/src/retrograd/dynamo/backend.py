@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import SkipFrame
 
 from retrograd.aot.compiler import find_named
 from retrograd.aot.staged_function import AotFunction
@@ -24,7 +25,6 @@ from retrograd.dynamo.frames import (
     fake_mode_for,
     graph_inputs,
     guard_what_dynamo_does_not,
-    left_by_backend,
     why_ended,
 )
 from retrograd.dynamo.graph_function import GraphFunction, as_it_is
@@ -157,7 +157,9 @@ class RetrogradBackend:
         if fake_mode is None:
             return AotFunction(gm, replace(config, dynamic=None), report)
         if is_left_in_forward_mode("a frame of Dynamo's", config.strict, report):
-            raise left_by_backend("forward mode")
+            raise SkipFrame(
+                "forward mode"
+            )  # under ``torch.compile`` itself, Python runs the code from now on
         try:
             inputs = graph_inputs(gm, example_inputs)
             guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)

@@ -1,6 +1,6 @@
 """Converts frames for one compiled callable: a callback before Dynamo, and the inputs of a backend behind it.
 
-In: a function, a backend, and a `FrameWatch`. Out: the function as Dynamo compiles it. The watch decides
+In: a function, a backend, and a `LeftToPython`. Out: the function as Dynamo compiles it. The watch decides
 which code Python runs, and learns of conversions that failed: Python runs such a frame. Dynamo calls a
 callback for every frame that it meets while the callable runs. The callback is ours, and passes most frames
 on to Dynamo. That needs no patch of torch and no process-wide setting: other callables of ``torch.compile``
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,10 +40,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, list_backends, register_backend
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import (
-    BackendCompilerFailed,
     FailOnRecompileLimitHit,
     RecompileError,
-    SkipFrame,
     Unsupported,
 )
 from torch._dynamo.guards import GuardBuilder
@@ -53,6 +51,7 @@ from torch._guards import DuplicateInputs, Guard, TracingContext, detect_fake_mo
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from retrograd.dynamo.eager_breaks import guard_module_hooks
+from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
 from retrograd.trace import hint_of, is_fake
@@ -65,30 +64,11 @@ TRIES = 2
 #: raises a graph break to its caller only then.
 _ASKED_FOR = (FailOnRecompileLimitHit, RecompileError, Unsupported, ConstraintViolationError)
 
-_OPTIMIZERS = torch.optim.__path__[0]
-
-
-class FrameWatch(Protocol):
-    """What a compiled callable decides about the frames that Dynamo meets."""
-
-    def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether Python runs this code and everything that it calls."""
-
-    def switched_off(self) -> None:
-        """Called if Dynamo is disabled, so that it meets no frame."""
-
-    def failed(self, code: CodeType, error: Exception) -> None:
-        """Called if the conversion of this code has failed. Raises, or lets Python run the code."""
-
-    def limited(self, code: CodeType) -> None:
-        """Called if the code has reached Dynamo's recompile limit. Raises, or lets Python run the calls that
-        would need new code."""
-
 
 class _Callback:
     """Asks a watch about each frame before it calls Dynamo's own callback."""
 
-    def __init__(self, convert: Any, watch: FrameWatch, are_numbers_exact: bool) -> None:
+    def __init__(self, convert: Any, watch: LeftToPython, are_numbers_exact: bool) -> None:
         functools.update_wrapper(self, convert)
         # Dynamo's C code and its cache of compiled frames identify a callback by these attributes.
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
@@ -155,7 +135,7 @@ def _left_to_python(with_callees: bool = False) -> ConvertFrameReturn:
 def compiled_frames(
     fn: Callable[..., Any],
     backend: Callable[..., Any],
-    watch: FrameWatch,
+    watch: LeftToPython,
     *,
     fullgraph: bool = False,
     dynamic: bool | None,
@@ -182,23 +162,6 @@ def compiled_frames(
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled
-
-
-def left_by_backend(why: str) -> Exception:
-    """The exception that a backend raises to leave a frame to Python. Under ``torch.compile`` itself, Python
-    runs the code from then on."""
-    return SkipFrame(why)
-
-
-def is_optimizer_code(code: CodeType) -> bool:
-    """Whether the code belongs to torch's optimizers and schedulers."""
-    return code.co_filename.startswith(_OPTIMIZERS)
-
-
-def user_error_behind(error: Exception) -> Exception:
-    """The error that a backend raised, without Dynamo's wrapper."""
-    inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
-    return inner if isinstance(inner, Exception) else error
 
 
 _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
@@ -340,11 +303,6 @@ def why_not_as_given(item: GraphInput) -> str | None:
     if any(hint_of(size) not in (0, 1) and one != other for size, one, other in strides):
         return "its strides"
     return None
-
-
-def has_symbols(mode: Any) -> bool:
-    """Whether the shape environment of `mode` has symbolic sizes."""
-    return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
 
 
 @contextmanager

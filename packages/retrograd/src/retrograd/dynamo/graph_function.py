@@ -26,7 +26,6 @@ from retrograd.dynamo.frames import (
     fake_of_attribute,
     grad_mode_left,
     guard_same,
-    has_symbols,
     traced_in,
     why_ended,
     why_not_as_given,
@@ -125,7 +124,7 @@ class GraphFunction:
 
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
-        lazy = not has_symbols(state.fake_mode)
+        lazy = state.fake_mode.shape_env is None or not state.fake_mode.shape_env.var_to_range
         return run_stages(
             state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm), graph=self._gm
         )

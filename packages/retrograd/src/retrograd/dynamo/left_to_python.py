@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from types import CodeType
 
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
-from retrograd.dynamo.frames import is_optimizer_code, user_error_behind
 from retrograd.errors import CaptureError, Reason
 from retrograd.report import Report, reason_of
 from retrograd.runtime.modes import FORWARD_MODE, is_forward_mode
+
+#: where torch's optimizers and schedulers are.
+_OPTIMIZERS = torch.optim.__path__[0]
 
 
 def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
@@ -37,7 +42,7 @@ def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
 
 
 class LeftToPython:
-    """A `FrameWatch` for one compiled callable.
+    """Decides, for one compiled callable, about the frames that Dynamo meets, and reports on them.
 
     Args:
         what: the callable, in words.
@@ -63,7 +68,7 @@ class LeftToPython:
         """
         if is_left_in_forward_mode(f"a part of {self._what}", self._is_strict, self._report):
             return True
-        if not (self.computes_like_eager and is_optimizer_code(code)):
+        if not (self.computes_like_eager and code.co_filename.startswith(_OPTIMIZERS)):
             return False
         self.found.add("optimizer")
         return True
@@ -81,7 +86,8 @@ class LeftToPython:
         Raises:
             Exception: the error of the conversion, if ``strict``.
         """
-        found = user_error_behind(error)
+        inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else None
+        found = inner if isinstance(inner, Exception) else error
         if self._is_strict:
             raise found
         reason = reason_of(found, _place(code), "not-compiled")

@@ -94,7 +94,7 @@ def structure_of(
     numbers: list[str] = []
     calls = tuple([(_target(node), written(node, places, numbers)) for node in nodes])
     structure = calls, tuple([places[node] for node in outputs]), tuple(numbers)
-    return structure if _is_hashable(structure) else None
+    return structure if is_hashable(structure) else None
 
 
 def token_of(node: fx.Node, places: Mapping[fx.Node, bytes] | None = None) -> Hashable:
@@ -103,8 +103,8 @@ def token_of(node: fx.Node, places: Mapping[fx.Node, bytes] | None = None) -> Ha
     By default, places are ignored. For a call that cannot be compared, the key is the node itself.
     """
     numbers: list[str] = []
-    token = _target(node), written(node, _ANYWHERE if places is None else places, numbers), tuple(numbers)
-    return token if _is_hashable(token) else node
+    token = _target(node), written(node, places, numbers), tuple(numbers)
+    return token if is_hashable(token) else node
 
 
 def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dict[fx.Node, tuple[str, ...]]]:
@@ -116,7 +116,7 @@ def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dic
         own: list[str] = []
         calls.append((_target(node), written(node, places, own)))
         numbers[node] = tuple(own)
-    return (tuple(calls) if _is_hashable(tuple(calls)) else None), numbers
+    return (tuple(calls) if is_hashable(tuple(calls)) else None), numbers
 
 
 def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
@@ -137,24 +137,14 @@ def places_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, bytes]:
     return {node: b"%d" % i for i, node in enumerate(nodes)}
 
 
-class _Anywhere(dict[fx.Node, bytes]):
-    """Maps every node to the same name, so that the origin of a value is ignored."""
-
-    def __missing__(self, node: fx.Node) -> bytes:
-        return b"value"
-
-
-_ANYWHERE = _Anywhere()
-
-
-def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) -> Hashable:
+def written(node: fx.Node, places: Mapping[fx.Node, bytes] | None, numbers: list[str]) -> Hashable:
     """The arguments of a call as a text, followed by those that a text does not identify.
 
     Texts are made and compared in C, which matters: every call of a backward is written more than once.
 
     Args:
         node: the call.
-        places: the name to write for a node.
+        places: the name to write for a node; None to write the same for all.
         numbers: receives the floating-point numbers, which the text leaves out.
     """
     others: list[Any] = []
@@ -162,7 +152,7 @@ def written(node: fx.Node, places: Mapping[fx.Node, bytes], numbers: list[str]) 
     def leaf(value: Any) -> Any:
         kind = type(value)
         if kind is fx.Node:
-            return places[value]
+            return b"value" if places is None else places[value]
         if kind in _FLOATING:
             numbers.append(repr(value))
             return _NUMBER
@@ -194,9 +184,10 @@ def _leaves(node: fx.Node, places: Mapping[fx.Node, bytes]) -> list[tuple[type, 
     return found
 
 
-def _is_hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Whether the value has a hash."""
     try:
         hash(value)
-    except TypeError:
+    except Exception:
         return False
     return True

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from retrograd.errors import Refusal
 from retrograd.graph.emit import Boxed
-from retrograd.graph.structure import is_same
+from retrograd.graph.structure import is_hashable, is_same
 from retrograd.runtime.pytree import tree_leaves, tree_map
 
 #: Types whose values contain no other values, and so nothing that was traced.
@@ -141,15 +141,8 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
     kind: Any = type(value)
-    return isinstance(value, ATOMS) or (kind.__eq__ is not object.__eq__ and _is_hashable(value))
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except Exception:
-        return False
-    return not isinstance(value, torch.Tensor)
+    is_by_value = kind.__eq__ is not object.__eq__ and not isinstance(value, torch.Tensor)
+    return isinstance(value, ATOMS) or (is_by_value and is_hashable(value))
 
 
 def _copied(value: Any, what: str) -> Any:
