@@ -22,7 +22,6 @@ from retrograd.cudagraphs.program import Program
 from retrograd.cudagraphs.refusals import (
     recorded_without,
     refusal,
-    tensors_in,
     values_of,
     why_not_recorded,
 )
@@ -34,7 +33,7 @@ from retrograd.graph.operator_effects import custom_operators
 from retrograd.policy import MOST_SETS, MOST_SIZES, MUCH
 from retrograd.report import process_report
 from retrograd.runtime.cuda import CudaRecorder
-from retrograd.runtime.tensor import storage_of
+from retrograd.runtime.tensor import storage_of, tensors_in
 from retrograd.trace import bytes_of, places_of_symbols
 
 #: called with the results of code that cannot be recorded; returns its replacement, or None if there is none.

@@ -6,7 +6,6 @@ In: graphs with example values. Out: a `Reason`, or None; or the calls that prev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +24,7 @@ from retrograd.graph.fx import (
     is_write_to_input,
     written_inputs,
 )
-from retrograd.runtime.pytree import tree_leaves
+from retrograd.runtime.tensor import tensors_in
 from retrograd.trace import places_of_symbols, symbols_in
 
 #: higher-order operators that only start kernels.
@@ -168,8 +167,3 @@ def _of_call(node: fx.Node) -> str | None:
     if is_mutating(node) and any(inputs) and not is_write_to_input(node):
         return "it writes to an input"
     return None
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in an example value."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

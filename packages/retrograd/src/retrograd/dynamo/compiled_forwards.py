@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,20 +36,12 @@ class _Compiling(threading.local):
 _compiling = _Compiling()
 
 
-@dataclass(frozen=True)
 class _Inputs:
-    """The inputs of one call of a compiled function."""
+    """The inputs of one call of a compiled function. We hold tensors weakly."""
 
-    values: tuple[Any, ...]
-    versions: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, args: Sequence[Any]) -> _Inputs:
-        """Store `args`, tensors weakly."""
-        return cls(
-            tuple(weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args),
-            tuple(versions_of(args)),
-        )
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.values = [weakref.ref(a) if isinstance(a, torch.Tensor) else a for a in args]
+        self.versions = versions_of(args)
 
     def unchanged(self) -> list[Any] | None:
         """The inputs; None if one was freed, or changed in place since."""
@@ -96,7 +87,7 @@ def _make_differentiable(
 
     def forward_that_remembers(ctx: Any, *args: Any) -> Any:
         result = forward(ctx, *args)
-        ctx._retrograd_inputs = _Inputs.of(args)
+        ctx._retrograd_inputs = _Inputs(args)
         ctx.set_materialize_grads(False)  # so that undefined gradients arrive as None
         return result
 

@@ -52,6 +52,7 @@ from retrograd.graph.operator_effects import (
 from retrograd.graph.structure import is_same
 from retrograd.runtime import pytree
 from retrograd.runtime.except_clauses import catches
+from retrograd.runtime.tensor import tensors_in
 
 _RAISED = raised_on_fakes(exc)
 
@@ -249,17 +250,13 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
     if not is_operator or str(target).partition(".")[0] in OF_TORCH or tx.one_graph:
         return None
     given = _given(node)
-    asked = tuple(value.requires_grad for value in _tensors(given))
+    asked = tuple(value.requires_grad for value in tensors_in(given))
     if not (torch.is_grad_enabled() and any(asked) and keeps_eager(tx)):
         return None
     if (target, asked) not in _raised_by:
         with tx.fake_mode, torch.enable_grad(), RefusingAsynchronous():
             _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(sample, given))
     return _raised_by[target, asked]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def sample(value: Any) -> Any:
@@ -283,9 +280,9 @@ def differentiate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 
 
 def _raised_backwards(operator: Any, args: Any, kwargs: Any) -> str | None:
-    results = _tensors(operator(*args, **kwargs))
+    results = tensors_in(operator(*args, **kwargs))
     try:
-        differentiate(results, _tensors((args, kwargs)))
+        differentiate(results, tensors_in((args, kwargs)))
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     return None

@@ -43,8 +43,7 @@ from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
 from retrograd.graph.operator_effects import RefusingAsynchronous, Watch
-from retrograd.runtime import pytree
-from retrograd.runtime.tensor import storage_of
+from retrograd.runtime.tensor import storage_of, tensors_in
 from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional
 
 #: types of arguments that are constants
@@ -66,9 +65,8 @@ def _apply(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwar
         return original(variable, tx, args, kwargs)
     function = variable.fn_cls
     reading = PurityAnalysis.of(function)
-    reason = "a function mode, or a default device, is active" if _is_in_function_mode(tx) else None
     reason = (
-        reason
+        ("a function mode, or a default device, is active" if _is_in_function_mode(tx) else None)
         or _why_not_a_node(variable, args, kwargs)
         or reading.reason
         or _why_unlike_eager(function, args)
@@ -150,8 +148,7 @@ def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:
     if any(_shares_memory(out, tensors) for out in given_back):
         return "it returns what it was given, or a view of it"
     roots = [out for out in given_back if out.requires_grad]
-    kept = [value for root in roots for value in pytree.tree_leaves(dict(vars(root.grad_fn)))]
-    kept = [value for value in kept if isinstance(value, torch.Tensor)]
+    kept = [value for root in roots for value in tensors_in(dict(vars(root.grad_fn)))]
     if any(_shares_memory(value, [*tensors, *given_back]) for value in kept):
         return "it keeps a tensor of the caller's without save_for_backward"
     differentiate(roots, tensors)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import getitem
 from typing import Any, TypeGuard
@@ -195,20 +194,16 @@ def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyG
     """`gm`, which must not change any more, as a `LazyGraph`. `inputs` replace its example inputs if
     given."""
 
-    def summarise() -> Summary:
-        found = _summary_of(gm)
-        return found if inputs is None else replace(found, inputs=tuple(inputs))
-
-    return LazyGraph(lambda: gm, summarise)
+    return LazyGraph(lambda: gm, partial(_summary_of, gm, inputs))
 
 
-def _summary_of(gm: fx.GraphModule) -> Summary:
-    inputs = gm.graph.find_nodes(op="placeholder")
+def _summary_of(gm: fx.GraphModule, inputs: Sequence[Any] | None) -> Summary:
+    placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     effects = list(filter(has_effect, calls))
     return Summary(
-        tuple(node.name for node in inputs),
-        tuple(node.meta.get("val") for node in inputs),
+        tuple(node.name for node in placeholders),
+        tuple((node.meta.get("val") for node in placeholders) if inputs is None else inputs),
         tuple(output_examples(gm.graph)),
         len(calls),
         frozenset(str(call.target) for call in calls if is_operator_overload(call.target)),
@@ -400,7 +395,7 @@ def with_strides(run: Boxed, fakes: Sequence[Any]) -> Boxed:
         nonlocal places
         results = run(args)
         if places is None:
-            places = [i for i, fake in enumerate(fakes) if _differs(fake, results[i])]
+            places = [i for i, fake in enumerate(fakes) if has_other_strides(results[i], fake)]
         if not places:
             return results
         made = [*results]
@@ -427,9 +422,8 @@ def is_symbolic(fake: torch.Tensor) -> bool:
     return bool(fake._has_symbolic_sizes_strides)
 
 
-def _differs(fake: Any, result: Any) -> bool:
-    if not isinstance(fake, torch.Tensor) or not isinstance(result, torch.Tensor):
+def has_other_strides(value: Any, fake: Any) -> bool:
+    """True if `value` has the sizes of `fake`, which are static, and other strides."""
+    if not isinstance(fake, torch.Tensor) or not isinstance(value, torch.Tensor) or is_symbolic(fake):
         return False
-    if is_symbolic(fake):
-        return False
-    return fake.shape == result.shape and fake.stride() != result.stride()
+    return fake.shape == value.shape and fake.stride() != value.stride()

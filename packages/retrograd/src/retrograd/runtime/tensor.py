@@ -17,6 +17,8 @@ from torch._C._dynamo import guards
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from retrograd.runtime.pytree import tree_leaves
+
 Size = tuple[int, ...]
 
 #: The tensor classes that do not override any operation.
@@ -143,6 +145,11 @@ def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
     names, _ = value.__tensor_flatten__()
     parts = [getattr(value, name) for name in names]
     return [inner for part in parts if isinstance(part, torch.Tensor) for inner in inner_tensors(part)]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def groups_sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:

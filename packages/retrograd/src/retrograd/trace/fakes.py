@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from retrograd.errors import Refusal
 from retrograd.graph.aliases import aliased_inputs
-from retrograd.graph.fx import is_symbolic
+from retrograd.graph.fx import has_other_strides
 from retrograd.runtime.subclass import built, is_wrapper, layout_of, parts_of
 from retrograd.runtime.tensor import inner_tensors, is_lazy
 
@@ -224,9 +224,7 @@ def fake_of_form(mode: FakeTensorMode, form: Form, memory: torch.UntypedStorage 
 def laid_out_like(fake: Any, value: Any) -> Any:
     """`fake`, or a fake with the strides of the real `value` if these differ. A symbolic fake is returned
     unchanged."""
-    if not isinstance(fake, FakeTensor) or not isinstance(value, torch.Tensor):
-        return fake
-    if is_symbolic(fake) or fake.stride() == value.stride() or fake.shape != value.shape:
+    if not isinstance(fake, FakeTensor) or not has_other_strides(value, fake):
         return fake
     with fake.fake_mode, torch.no_grad():
         return torch.empty_strided(fake.shape, value.stride(), dtype=fake.dtype, device=fake.device)

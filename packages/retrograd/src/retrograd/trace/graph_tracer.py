@@ -52,19 +52,20 @@ python_forms: Callable[[], AbstractContextManager[Any]] = enable_python_dispatch
 
 
 class GraphTracer:
-    """Given to the body of a trace. Every new node gets the entries of `note` in its metadata."""
+    """Given to the body of a trace. Every new node gets the entries of `note` in its metadata. `tracer` is
+    torch's own."""
 
     def __init__(self, tracer: Any) -> None:
-        self._tracer = tracer
+        self.tracer = tracer
         self._create_node = tracer.create_node
         self.note: dict[str, Any] = {}
         tracer.create_node = self._created
 
     def placeholder(self, name: str, value: Any) -> Any:
         """Add `value` (a fake tensor or a symbolic integer) as an input of the graph."""
-        proxy = self._tracer.create_proxy("placeholder", name, (), {})
+        proxy = self.tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["val"] = value
-        track_tensor_tree(value, proxy, constant=None, tracer=self._tracer)
+        track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
         return value
 
     @contextmanager
@@ -78,19 +79,14 @@ class GraphTracer:
             self.note = before
 
     @property
-    def tracer(self) -> Any:
-        """Torch's own tracer."""
-        return self._tracer
-
-    @property
     def graph(self) -> fx.Graph:
         """The graph so far."""
-        found: fx.Graph = self._tracer.graph
+        found: fx.Graph = self.tracer.graph
         return found
 
     def node_of(self, value: torch.Tensor) -> fx.Node | None:
         """The node that computes a plain tensor of this trace; None if there is none."""
-        known = get_proxy_slot(value, self._tracer, None)
+        known = get_proxy_slot(value, self.tracer, None)
         return None if known is None else known.proxy.node
 
     def close(self) -> None:

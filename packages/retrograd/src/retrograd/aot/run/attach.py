@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -92,7 +93,7 @@ class Attaching:
                     # a tensor class may not support aliases, but every parameter can be detached
                     leaf = partition.joint.primals[step.index]
                     is_node = step.index in order.last or leaf.wrapping.cls is not None
-                    self._steps.append(_barrier(step.index, is_node))
+                    self._steps.append(partial(_add_barrier, step.index, is_node))
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
@@ -185,11 +186,8 @@ def _barriers_of(joint: JointValues, primal: int) -> list[Any]:
     return [key for key in keys if key[1].index == primal and not key[1].is_boundary][::-1]
 
 
-def _barrier(primal: int, is_node: bool) -> Callable[[Frame, Any], None]:
-    def make_barrier(frame: Frame, replay_record: Any) -> None:
-        frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
-
-    return make_barrier
+def _add_barrier(primal: int, is_node: bool, frame: Frame, replay_record: Any) -> None:
+    frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
 
 @dataclass(frozen=True)

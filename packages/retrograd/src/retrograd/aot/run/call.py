@@ -158,15 +158,15 @@ class CompiledFunction:
 
     def _frame(self, primals: Sequence[Any]) -> list[Any]:
         """The frame, with the graph's results. Nothing of the user's has changed yet."""
-        frame = list(primals)
         if self._layout.is_plain:
             results = self._results([*primals])
-            frame += results
-            if self._layout.is_separate:
-                frame += results[: self._value_count]
-        else:
-            self._run_on_parts(primals, frame)
-        return frame
+            values = results[: self._value_count] if self._layout.is_separate else ()
+            return [*primals, *results, *values]
+        pairs = zip(primals, self._joint.primals, strict=True)
+        parts = [part for value, primal in pairs for part in parts_of(value, primal.wrapping)]
+        results = self._results([*parts])
+        flat = iter(results)
+        return [*primals, *parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 
     def _results(self, parts: list[Any]) -> Sequence[Any]:
         """The graph's results for `parts`."""
@@ -175,17 +175,6 @@ class CompiledFunction:
             refuse_unlike_traced(results, self._expected, self._joint.state.name, self._strided)
             self._expected = None
         return results
-
-    def _run_on_parts(self, primals: Sequence[Any], frame: list[Any]) -> None:
-        """Unwrap subclasses, run the graph, and fill the frame."""
-        parts = [
-            part
-            for value, primal in zip(primals, self._joint.primals, strict=True)
-            for part in parts_of(value, primal.wrapping)
-        ]
-        results = self._results([*parts])
-        flat = iter(results)
-        frame += [*parts, *results, *[built(value.wrapping, flat) for value in self._joint.values]]
 
 
 def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:

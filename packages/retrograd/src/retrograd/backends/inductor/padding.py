@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 
 from retrograd.graph.fx import is_symbolic
 from retrograd.runtime.tensor import is_dense
@@ -38,7 +39,9 @@ def close_gaps(graph: fx.Graph) -> list[fx.Node]:
     strides = output.meta.get("original_output_strides", ())
     for place in output.meta.get("user_visible_output_idxs", ()) if strides else ():
         value = results[place].meta.get("val")
-        if _has_gaps(value) and tuple(strides[place]) == _contiguous(value.shape):
+        is_static = isinstance(value, torch.Tensor) and not is_symbolic(value)
+        has_gaps = is_static and not is_dense(value)
+        if has_gaps and tuple(strides[place]) == make_contiguous_strides_for(value.shape):
             with graph.inserting_before(output):
                 results[place] = graph.call_function(
                     aten.clone.default, (results[place],), {"memory_format": torch.contiguous_format}
@@ -84,11 +87,3 @@ def _pad(product: fx.Node, padded: fx.Node, rows: int) -> None:
 
 #: entries of a node's metadata that describe its value.
 _OF_VALUES = ("val", "tensor_meta")
-
-
-def _has_gaps(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_symbolic(value) and not is_dense(value)
-
-
-def _contiguous(shape: Any) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
