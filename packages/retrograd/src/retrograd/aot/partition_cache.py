@@ -78,7 +78,6 @@ class KeptPartition:
         """Write `made` and the division of each of its graphs to disk, if they can be serialised."""
         try:
             data = serialize_partition(made)
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.file) as to:
                 to.write(data)
             name_graphs(made, data)

@@ -14,7 +14,7 @@ from torch import nn
 
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.config import checked
-from retrograd.errors import CaptureError
+from retrograd.errors import CaptureError, name_of
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.runtime import pytree
@@ -70,17 +70,11 @@ def create_state(
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     state = ModuleState.of(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
-    name = (
-        type(fn_or_module).__name__
-        if isinstance(fn_or_module, nn.Module)
-        else getattr(fn_or_module, "__name__", "function")
-    )
-
     call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,
         leaves,
-        name=name,
+        name=name_of(fn_or_module),
         names=call.names(leaves),
         kinds=call.kinds(leaves),
         dynamic=dynamic,

@@ -194,12 +194,8 @@ def boot() -> None:
 
 def start() -> None:
     """Have workers ready, if our settings can be sent to them: graphs may follow soon. Called often."""
-    if not how_many() or is_memory_scarce():
-        return
-    try:
-        settings = portable_settings()
-    except Exception as error:
-        _log.info("no other process compiles: %s", first_line(error))
+    settings = None if is_memory_scarce() else usable_settings()
+    if settings is None:
         return
     with _changing:
         if _now is not None and _now.settings not in (None, settings):
@@ -207,6 +203,15 @@ def start() -> None:
         boot()
         if _now is not None:
             _now.settings = settings
+
+
+def usable_settings() -> Portable | None:
+    """Our settings; None if there is no room for workers, or if the settings cannot be sent to them."""
+    try:
+        return portable_settings() if how_many() else None
+    except Exception as error:
+        _log.info("no other process compiles: %s", first_line(error))
+        return None
 
 
 def how_many() -> int:

@@ -20,15 +20,11 @@ from retrograd.backends.inductor import (
     decompositions,
     get_ready,
     patched,
-    portable_settings,
 )
-from retrograd.errors import BackendError, OptionError, first_line, name_of
-from retrograd.events import AOT_LOGS
+from retrograd.errors import BackendError, OptionError, name_of
 from retrograd.graph.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph
-
-_log = AOT_LOGS["cache"]
 
 
 class AtenBackend(Backend):
@@ -75,11 +71,7 @@ class InductorBackend(Backend):
             return decompositions()
 
     def process_settings(self) -> Mapping[str, Any] | None:
-        try:
-            return portable_settings() if processes.how_many() else None
-        except Exception as error:
-            _log.info("no other process compiles the whole: %s", first_line(error))
-            return None
+        return processes.usable_settings()
 
     def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         return processes.begin(gm, example_inputs, half, self.settings)

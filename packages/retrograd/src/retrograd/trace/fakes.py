@@ -232,19 +232,8 @@ def laid_out_like(fake: Any, value: Any) -> Any:
 
 def symbols_in(value: Any) -> frozenset[str]:
     """The names of the symbols in the sizes, strides and offset of a tensor, or in a number."""
-    if isinstance(value, torch.Tensor):
-        numbers: Sequence[Any] = (*value.shape, *value.stride(), value.storage_offset())
-    elif isinstance(value, (tuple, list)):
-        numbers = value
-    else:
-        numbers = (value,)
-    found = frozenset[str]()
-    for number in numbers:
-        if isinstance(number, torch.Tensor):
-            found |= symbols_in(number)
-        elif isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            found |= {str(symbol) for symbol in free_symbols(number)}
-    return found
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, tuple, list)
+    return frozenset(map(str, free_symbols(value))) if isinstance(value, kinds) else frozenset()
 
 
 def places_of_symbols(values: Sequence[Any]) -> Mapping[str, tuple[int, int | None]]:

@@ -101,6 +101,7 @@ UNFINISHED = ".tmp"
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
     """A new file that replaces `file` at the end. If the block raises, `file` is unchanged."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, suffix=UNFINISHED)
     try:
         with os.fdopen(handle, "w+b") as to:

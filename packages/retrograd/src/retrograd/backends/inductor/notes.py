@@ -47,10 +47,8 @@ class Note:
         """Store `text`, which consists of letters and digits. None is not stored."""
         if text is None or self._file is None:
             return
-        with suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._file) as to:
-                to.write(text.encode("ascii"))
+        with suppress(OSError), replacing(self._file) as to:
+            to.write(text.encode("ascii"))
 
 
 def code_of(key: str | None, example_inputs: Sequence[Any], is_backward: bool) -> Any:
