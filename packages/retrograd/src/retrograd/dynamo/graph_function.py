@@ -150,7 +150,13 @@ def state_of_graph(
     """
     for item in inputs:
         if isinstance(item.value, torch.Tensor) and (what := why_not_as_given(item)):
-            raise CaptureError(_changed(item, what))
+            raise CaptureError.because(
+                "input-changed-in-trace",
+                f"Dynamo's own trace changed {what} of {item.name}",
+                "dynamo",
+                node=item.name,
+                way_out="change the shape of an input outside of the compiled function",
+            )
     attributes = [fake_of_attribute(mode, tensor) for tensor in module.tensors]
     state = state_of_flat(
         GraphCall(gm, module),
@@ -203,16 +209,6 @@ def _kind(item: GraphInput) -> PrimalKind:
 
 def _may_have_history(item: GraphInput) -> bool:
     return isinstance(item.given, torch.Tensor) and item.given.requires_grad and not item.is_parameter
-
-
-def _changed(item: GraphInput, what: str) -> Reason:
-    return Reason(
-        "input-changed-in-trace",
-        f"Dynamo's own trace changed {what} of {item.name}",
-        "dynamo",
-        node=item.name,
-        way_out="change the shape of an input outside of the compiled function",
-    )
 
 
 _MEMORY = Reason(

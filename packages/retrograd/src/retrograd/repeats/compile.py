@@ -8,7 +8,7 @@ so that this call holds the only reference.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed, Emitter, last_uses
-from retrograd.repeats.divide import cut_at, divided
+from retrograd.repeats.divide import divided
 from retrograd.repeats.outline import Outline, graph_of
 from retrograd.trace import places_of_symbols, symbols_in
 
@@ -102,19 +102,13 @@ def divide(
         visible: how many of the first results must have their traced strides. None leaves it to the compiler.
         copies: the smallest number of copies of a part that repeats.
     """
-    return _division(gm, inputs, visible, divided(gm.graph, least, visible, copies) if least else [])
+    return division_of(gm, inputs, visible, divided(gm.graph, least, visible, copies) if least else [])
 
 
-def divide_at(
-    gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, separate: Collection[fx.Node]
-) -> Division:
-    """`gm`, cut before and after each of the calls `separate`. Otherwise like `divide`."""
-    return _division(gm, inputs, visible, cut_at(gm.graph, visible, separate))
-
-
-def _division(
+def division_of(
     gm: fx.GraphModule, inputs: Sequence[Any], visible: int | None, parts: Sequence[Outline]
 ) -> Division:
+    """`gm` in these `parts`; not divided if there are none. Otherwise like `divide`."""
     names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     places, is_symbolic = places_of_symbols(inputs), any(map(symbols_in, inputs))
     #: by part, symbols that are not a size of any of its inputs. They become extra inputs.

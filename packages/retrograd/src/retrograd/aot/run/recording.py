@@ -28,7 +28,8 @@ from retrograd.graph.fx import lazy_graph, with_strides_of
 from retrograd.graph.joint_graph import CaptureState
 from retrograd.graph.lazy import LazyGraph
 from retrograd.policy import FEWEST_RECORDED
-from retrograd.repeats.compile import CompilePart, Division, divide_at
+from retrograd.repeats.compile import CompilePart, Division, division_of
+from retrograd.repeats.divide import cut_at
 from retrograd.runtime.modes import are_modes_plain
 
 
@@ -81,7 +82,8 @@ def _cut(graph: LazyGraph, half: GraphKind) -> Division | None:
     reasons = unrecordable_calls(graph.gm.graph)
     if not reasons:
         return None
-    division = divide_at(graph.gm, graph.summary.inputs, half.visible, reasons)
+    parts = cut_at(graph.gm.graph, half.visible, reasons)
+    division = division_of(graph.gm, graph.summary.inputs, half.visible, parts)
     if not division.steps or not any(_is_worth_it(gm.graph) for gm, _, _ in division.graphs.values()):
         return None
     for reason in dict.fromkeys(reasons.values()):

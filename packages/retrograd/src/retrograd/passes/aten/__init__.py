@@ -74,42 +74,31 @@ def run_passes(
     reports: list[PassReport] = []
     done = list(earlier)
     for one in passes:
-        gm, report = _applied(one, gm, example_inputs, signature, tuple(done))
-        reports.append(report)
-        done.append(report.name)
+        name = pass_name(one)
+        kinds, counts = output_kinds(gm.graph), operator_counts(gm.graph)
+        start = time.perf_counter()
+        try:
+            gm = one(gm, example_inputs)
+        except Exception as error:
+            raise _failed(name, done, error) from error
+        seconds = time.perf_counter() - start
+        if not isinstance(gm, fx.GraphModule):
+            raise _failed(name, done, TypeError(f"it returned {type(gm).__name__}, not a GraphModule"))
+        done.append(name)
+        if gm.meta.setdefault("signature", signature) != signature:
+            text = "the pass gave the graph another signature"
+            stage = f"aot.apply, after passes [{', '.join(done)}]"
+            way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
+            raise VerificationError.because("joint-signature", text, stage, way_out=way_out)
+        verify_joint(gm, signature, "aot.apply", done, kinds)
+        change = operator_counts(gm.graph)
+        change.subtract(counts)
+        reports.append(PassReport(name, seconds, {n: c for n, c in change.items() if c}))
     gm.recompile()
     return gm, tuple(reports)
 
 
-def _applied(
-    one: JointPass,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    signature: JointSignature,
-    done: tuple[str, ...],
-) -> tuple[fx.GraphModule, PassReport]:
-    name = pass_name(one)
-    kinds, counts = output_kinds(gm.graph), operator_counts(gm.graph)
-    start = time.perf_counter()
-    try:
-        result = one(gm, example_inputs)
-    except Exception as error:
-        raise _failed(name, done, error) from error
-    seconds = time.perf_counter() - start
-    if not isinstance(result, fx.GraphModule):
-        raise _failed(name, done, TypeError(f"it returned {type(result).__name__}, not a GraphModule"))
-    if result.meta.setdefault("signature", signature) != signature:
-        text = "the pass gave the graph another signature"
-        stage = f"aot.apply, after passes [{', '.join((*done, name))}]"
-        way_out = "a pass changes the graph; what its inputs and outputs mean is fixed at capture"
-        raise VerificationError.because("joint-signature", text, stage, way_out=way_out)
-    verify_joint(result, signature, "aot.apply", (*done, name), kinds)
-    change = operator_counts(result.graph)
-    change.subtract(counts)
-    return result, PassReport(name, seconds, {n: c for n, c in change.items() if c})
-
-
-def _failed(name: str, done: tuple[str, ...], error: Exception) -> PassError:
+def _failed(name: str, done: Sequence[str], error: Exception) -> PassError:
     after = f"after passes [{', '.join(done)}]" if done else "the first pass"
     way_out = "leave the pass out, or see the error that caused this one"
     node = ""
