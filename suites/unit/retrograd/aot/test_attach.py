@@ -66,7 +66,7 @@ def test_hooks_on_leaves_run_in_eagers_order(fn: Callable[[Leaves], torch.Tensor
 def test_two_leaves_need_no_gate(count: int, barriers: int) -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
     joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))
-    assert sum(step.is_leaf for step in Order.of(joint).steps) == barriers
+    assert sum(step.is_leaf for step in Order(joint).steps) == barriers
 
 
 def ordered(leaves: Leaves) -> torch.Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +27,6 @@ from retrograd.graph.fx import add_copy, depends_on_data, has_effect, is_mutatin
 from retrograd.graph.joint import Gradient, JointSignature, Primal, output_values
 from retrograd.graph.joint_graph import JointValues
 from retrograd.graph.reach import reached
-from retrograd.process import cached_property
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -60,7 +58,6 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
-@dataclass(frozen=True)
 class Memory:
     """Which nodes of a joint graph share memory.
 
@@ -69,48 +66,38 @@ class Memory:
         primals, outputs: the numbers of the primals' placeholders and of the forward outputs. (One node may
             be two outputs.)
         kept_by_eager: the owners that eager keeps alive, because the backward reads an alias of them.
+        unkept: owners that the user can reach, and so overwrite, and that eager does not keep alive.
     """
 
-    owners: Mapping[fx.Node, frozenset[fx.Node]]
-    primals: Mapping[fx.Node, int]
-    outputs: Mapping[fx.Node, int]
-    kept_by_eager: frozenset[fx.Node]
+    def __init__(self, gm: fx.GraphModule, signature: JointSignature) -> None:
+        self.owners = owners = memory_owners(gm.graph.nodes)
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
+        results, count = output_values(gm.graph), signature.forward_count
+        self.outputs: dict[fx.Node, int] = {}
+        for i, node in enumerate(results[:count]):
+            if isinstance(node, fx.Node):
+                self.outputs.setdefault(node, i)
+        inside = {node for node in gm.graph.nodes if is_recomputed(node) and "ac_graph_id" in node.meta}
+        numbers = {node.meta.get("seq_nr") for node in inside}
+        kept = [
+            value
+            for value in read_by_backward(gm)
+            if value not in inside  # A value inside a checkpoint is kept only for readers outside of it.
+            or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
+        ]
+        kept += [node for node in results[count:] if isinstance(node, fx.Node)]
+        self.kept_by_eager = frozenset[fx.Node]().union(*(owners[node] for node in kept))
+        self.unkept = self.of(*self.primals, *self.outputs) - self.kept_by_eager
 
     def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
         """The owners of all memory that `nodes` share. A node added since the analysis owns its memory."""
         return frozenset[fx.Node]().union(*(self.owners.get(node, (node,)) for node in nodes))
 
-    @cached_property
-    def unkept(self) -> frozenset[fx.Node]:
-        """Owners that the user can reach, and so overwrite, and that eager does not keep alive."""
-        return self.of(*self.primals, *self.outputs) - self.kept_by_eager
-
     def is_forbidden(self, node: fx.Node) -> bool:
         """Whether saving the value is unsafe: the user may overwrite its memory, and eager would not have
         saved it."""
         return not self.unkept.isdisjoint(self.owners[node]) and not is_number(node)
-
-
-def memory_of(gm: fx.GraphModule, signature: JointSignature) -> Memory:
-    """Follow views through the graph of `gm`."""
-    owners = memory_owners(gm.graph.nodes)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    primals = {node: i for i, node in enumerate(placeholders[: len(signature.primals)])}
-    results, count = output_values(gm.graph), signature.forward_count
-    outputs: dict[fx.Node, int] = {}
-    for i, node in enumerate(results[:count]):
-        if isinstance(node, fx.Node):
-            outputs.setdefault(node, i)
-    inside = {node for node in gm.graph.nodes if is_recomputed(node) and "ac_graph_id" in node.meta}
-    numbers = {node.meta.get("seq_nr") for node in inside}
-    kept = [
-        value
-        for value in read_by_backward(gm)
-        if value not in inside  # A value inside a checkpoint is kept only for readers outside of it.
-        or any(is_backward(user) and user.meta.get("seq_nr") not in numbers for user in value.users)
-    ]
-    kept += [node for node in results[count:] if isinstance(node, fx.Node)]
-    return Memory(owners, primals, outputs, frozenset[fx.Node]().union(*(owners[node] for node in kept)))
 
 
 def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:

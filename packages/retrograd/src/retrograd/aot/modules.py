@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,36 +40,27 @@ def hooks_of_all_modules() -> list[int]:
     return [key for name in _GLOBAL_HOOKS for key in getattr(torch_module, name)]
 
 
-@dataclass
 class ModuleState:
     """The tensors and settings of some modules.
 
+    Args:
+        roots: the modules.
+
     Attributes:
-        roots: the given modules.
         names, kinds, tensors: the name, kind and value of each tensor; parameters come first.
         places: for each tensor, the dictionaries that hold it, with its key in each.
         token: an input that a guard checks by identity, in place of this state.
+
+    Raises:
+        CaptureError: a parameter or buffer is not initialised yet.
     """
 
-    roots: tuple[nn.Module, ...] = ()
-    names: tuple[str, ...] = ()
-    kinds: tuple[PrimalKind, ...] = ()
-    tensors: tuple[torch.Tensor, ...] = ()
-    places: tuple[tuple[tuple[dict[str, Any], str], ...], ...] = ()
-    _modules: tuple[nn.Module, ...] = ()
-    _structure: tuple[Any, ...] = ()
-    _attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    _hooks_seen: int = -1
-    _hooked: Sequence[nn.Module] = ()
-    token: object = field(default_factory=object)
+    names: tuple[str, ...]
+    kinds: tuple[PrimalKind, ...]
+    tensors: tuple[torch.Tensor, ...]
+    places: tuple[Sequence[tuple[dict[str, Any], str]], ...]
 
-    @staticmethod
-    def of(*roots: nn.Module) -> ModuleState:
-        """The state of `roots`.
-
-        Raises:
-            CaptureError: a parameter or buffer is not initialised yet.
-        """
+    def __init__(self, *roots: nn.Module) -> None:
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
         both = {PrimalKind.PARAMETER: "_parameters", PrimalKind.BUFFER: "_buffers"}
         for (kind, attribute), (number, root) in itertools.product(both.items(), enumerate(roots)):
@@ -88,17 +79,20 @@ class ModuleState:
                             )
                         entry = found.setdefault(id(tensor), (name, kind, tensor, []))
                         entry[3].append((holder, key))
-        names, kinds, tensors, places = zip(*found.values(), strict=True) if found else ((), (), (), ())
-        modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
-        held = tuple(
+        empty: Any = ((), (), (), ())
+        self.names, self.kinds, self.tensors, self.places = (
+            zip(*found.values(), strict=True) if found else empty
+        )
+        self.roots, self.token = roots, object()
+        self._modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
+        self._attributes = [
             (vars(child), key, _copied(value))
-            for child in modules
+            for child in self._modules
             for key, value in vars(child).items()
             if key not in OF_ALL_MODULES
-        )
-        state = ModuleState(roots, names, kinds, tensors, tuple(map(tuple, places)), modules, (), held)
-        state._structure = state._structure_now()
-        return state
+        ]
+        self._structure = self._structure_now()
+        self._hooks_seen, self._hooked = -1, list[nn.Module]()
 
     def current(self) -> list[torch.Tensor]:
         """The modules' current tensors."""

@@ -24,7 +24,6 @@ from retrograd.aot.extraction import (
     gradients_of,
     is_backward,
     is_number,
-    memory_of,
     needed_between,
     overwritten_unread,
     read_by_backward,
@@ -63,7 +62,7 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
         VerificationError: a backward would read a value that is not saved, or an effect would happen twice.
     """
     copy = replace(joint, gm=copied_module(joint.gm))  # We change the copy.
-    memory = memory_of(copy.gm, copy.signature)
+    memory = Memory(copy.gm, copy.signature)
     chosen = choose_saved(copy, memory, policy)
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
     result = _Division(copy, memory, chosen, copies).partition()
@@ -159,7 +158,7 @@ class _Division:
                 self.instead[value] = copy
                 self.chosen.add(state)
         if self.instead:
-            self.memory = memory_of(self.joint.gm, self.joint.signature)
+            self.memory = Memory(self.joint.gm, self.joint.signature)
 
     def _forward(self, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[Saved, ...]]:
         graph = self.joint.gm.graph

@@ -20,7 +20,6 @@ from retrograd.aot.extraction import (
     is_backward,
     is_number,
     is_recomputed,
-    memory_of,
     read_by_backward,
 )
 from retrograd.backends.inductor import cut_by, memory_budget
@@ -50,7 +49,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
     if policy == "min_cut":
         is_short = memory_budget(joint.gm) < 1
         with _copies_offered(joint, memory, of_all=is_short) as copied:
-            saved = {copied.get(node, node) for node in _cut(joint, memory_of(joint.gm, joint.signature))}
+            saved = {copied.get(node, node) for node in _cut(joint, Memory(joint.gm, joint.signature))}
         lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
         return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
     assert callable(policy)

@@ -103,7 +103,7 @@ class AotFunction:
         if state is None or not state.is_intact():
             while len(self._states) >= self.config.cache_size:
                 self._states.pop(next(iter(self._states)))
-            state = self._states[key] = ModuleState.of(*roots)
+            state = self._states[key] = ModuleState(*roots)
         return state
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:

@@ -69,7 +69,7 @@ def create_state(
             it.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    state = ModuleState.of(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
+    state = ModuleState(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
     call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,

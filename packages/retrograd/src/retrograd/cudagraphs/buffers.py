@@ -9,28 +9,22 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from retrograd.runtime.tensor import geometry_of, is_dense, new_memory, whole_of
 
 
-@dataclass(frozen=True, eq=False)
 class Buffer:
-    """A copy's destination. The function reads `tensor`; we write `target`, which has the same memory."""
+    """A copy's destination, like `value`. The function reads `tensor`; we write `target`, which has the same
+    memory. If elements overlap or leave gaps, we copy the memory from the first to the last element as one
+    row."""
 
-    tensor: torch.Tensor
-    target: torch.Tensor
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Buffer:
-        """A buffer like `value`. If elements overlap or leave gaps in memory, we copy the memory from the
-        first to the last element as one row."""
+    def __init__(self, value: torch.Tensor) -> None:
         with torch.inference_mode(False):
             make = new_memory(value.device)
-            tensor = make(tuple(value.shape), tuple(value.stride()), value.dtype)
-        return Buffer(tensor, tensor if is_dense(tensor) else whole_of([tensor]))
+            self.tensor = make(tuple(value.shape), tuple(value.stride()), value.dtype)
+        self.target = self.tensor if is_dense(self.tensor) else whole_of([self.tensor])
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
         """The tensor to copy from: `value`, or its memory as one row."""
@@ -51,7 +45,7 @@ class Buffers:
             kind = value.dtype, geometry_of(value)
             key = kind, alike[kind]
             alike[kind] += 1
-            buffer = self._known.get(key) or Buffer.of(value)
+            buffer = self._known.get(key) or Buffer(value)
             self._known[key] = buffer
             found.append(buffer)
         return found

@@ -62,7 +62,7 @@ class GraphFunction:
     ) -> None:
         self._gm, self._config, self._report, self._has_run = gm, config, report, False
         self._mode = mode_among(item.value for item in inputs) or mode
-        self._module = ModuleState.of(gm)
+        self._module = ModuleState(gm)
         self._offset = len(self._module.tensors)
         left = grad_mode_left(gm)
         self._grad_mode = None if left == torch.is_grad_enabled() else left

@@ -14,8 +14,7 @@ right time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -84,7 +83,7 @@ class Attaching:
         #: indices of the barriers in the frame, by region and destination; by primal if all share one.
         self._barriers: dict[Any, int] = {}
         self._steps: list[Callable[[Frame, Any], None]] = []
-        order = Order.of(partition.joint)
+        order = Order(partition.joint)
         self._turns = order.turns
         for step in order.steps[::-1]:
             if step.is_leaf:
@@ -190,9 +189,13 @@ def _add_barrier(primal: int, is_node: bool, frame: Frame, replay_record: Any) -
     frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
 
-@dataclass(frozen=True)
 class Order:
-    """How we enforce eager's order.
+    """How we enforce eager's order for a captured function.
+
+    The engine hands gradients to leaves before it runs other nodes. It follows the order of the region's
+    inputs, but only for two leaves: they compare equal in its heap, and a heap is not stable for more. So a
+    leaf needs no barrier if it takes its turn, or if it is the first leaf after the only region that makes
+    its gradient, or the second leaf, and a later input than the first.
 
     Attributes:
         steps: the regions and leaf barriers to create, in eager's order.
@@ -200,19 +203,7 @@ class Order:
         last: leaves with the last turn of a region. These have a barrier too.
     """
 
-    steps: tuple[BackwardStep, ...]
-    turns: Mapping[int, tuple[int, ...]]
-    last: frozenset[int]
-
-    @staticmethod
-    def of(joint: JointValues) -> Order:
-        """The order of a captured function.
-
-        The engine hands gradients to leaves before it runs other nodes. It follows the order of the region's
-        inputs, but only for two leaves: they compare equal in its heap, and a heap is not stable for more.
-        So a leaf needs no barrier if it takes its turn, or if it is the first leaf after the only region that
-        makes its gradient, or the second leaf, and a later input than the first.
-        """
+    def __init__(self, joint: JointValues) -> None:
         signature = joint.signature
         made_by = Counter(
             there.index
@@ -220,15 +211,15 @@ class Order:
             for there in region.destinations
             if not there.is_boundary
         )
-        steps: list[BackwardStep] = []
-        turns: dict[int, tuple[int, ...]] = {}
-        last: set[int] = set()
+        self.steps: list[BackwardStep] = []
+        self.turns: dict[int, tuple[int, ...]] = {}
+        self.last: set[int] = set()
         order = [step for step in signature.order if not step.is_leaf or joint.primals[step.index].is_leaf]
         while order:
             region, *order = order
             leaves = list(takewhile(lambda step: step.is_leaf, order))
             order = order[len(leaves) :]
-            steps.append(region)
+            self.steps.append(region)
             if region.is_leaf:  # no region comes before it
                 continue
             inputs = signature.regions[region.index].destinations
@@ -240,8 +231,7 @@ class Order:
                 own.append(places[leaf.index])
             certain = 2 if own[:2] == sorted(own[:2]) else 1
             if len(own) - certain >= FEWEST_TURNS:
-                turns[region.index] = tuple(own)
+                self.turns[region.index] = tuple(own)
                 certain = len(own) - 1
-                last.add(inputs[own[-1]].index)
-            steps += leaves[min(certain, len(own)) :]
-        return Order(tuple(steps), turns, frozenset(last))
+                self.last.add(inputs[own[-1]].index)
+            self.steps += leaves[min(certain, len(own)) :]

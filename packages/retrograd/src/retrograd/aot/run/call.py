@@ -44,7 +44,7 @@ class CompiledFunction:
         self._code, self._run = code, undifferentiated(code)
         self._found = joint.found
         self._primals = _primals_of(joint)
-        self._layout = layout = FrameLayout.of(partition)
+        self._layout = layout = FrameLayout(partition)
         self._value_count = len(joint.values)
         #: the expected results, including saved values if a backward is compiled for their layout. We check
         #: them in the first call.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,24 +32,17 @@ from retrograd.trace import guard_count, hint_of
 Strides = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
 class ExpectedTangent:
-    """Metadata of a cotangent at trace time."""
+    """Metadata of the cotangent that region `region` expects at the boundary `root`, from the trace."""
 
-    boundary: int
-    wrapping: SubclassSpec
-    parts: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def of(partition: Partition, region: int, root: int) -> ExpectedTangent:
-        """What region `region` expects at the boundary `root`."""
+    def __init__(self, partition: Partition, region: int, root: int) -> None:
         joint = partition.joint
-        value = joint.values[joint.signature.boundaries[root].value]
+        self.wrapping: SubclassSpec = joint.values[joint.signature.boundaries[root].value].wrapping
         summary = partition.backwards[region].graph.summary
         fakes = dict(zip(summary.names, summary.inputs, strict=True))
-        count = value.wrapping.count
+        count = self.wrapping.count
         names = [cotangent_name(root, part, count) for part in range(count)]
-        return ExpectedTangent(root, value.wrapping, tuple(fakes[name] for name in names))
+        self.parts: list[torch.Tensor] = [fakes[name] for name in names]
 
     @property
     def is_plain(self) -> bool:

@@ -99,7 +99,7 @@ class RegionCode:
         self._gradients: list[SubclassSpec | None] = [
             joint.gradients.get((number, there)) for there in self.destinations
         ]
-        self._expected = [ExpectedTangent.of(partition, number, root) for root in self.roots]
+        self._expected = [ExpectedTangent(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
         self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
         self._undefined_matters = region.undefined_matters

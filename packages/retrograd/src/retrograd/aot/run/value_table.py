@@ -8,7 +8,6 @@ mutates inputs as the function does and returns the function's flat outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import itemgetter, not_
@@ -38,9 +37,8 @@ from retrograd.runtime.tensor import by_dtype, copy_each, set_versions, with_vie
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
 class FrameLayout:
-    """Where each kind of value begins in a frame. Primals come first.
+    """Where each kind of value begins in a frame of `partition`. Primals come first.
 
     Attributes:
         is_plain: True if there are no wrapper subclasses. Primals are then their own parts.
@@ -53,34 +51,20 @@ class FrameLayout:
         plain_values: by index among the results, the value that the result is.
     """
 
-    is_plain: bool
-    is_separate: bool
-    parts: int
-    results: int
-    values: int
-    end: int
-    plain_values: dict[int, int]
-
-    @staticmethod
-    def of(partition: Partition) -> FrameLayout:
-        """The layout for calls of `partition`."""
+    def __init__(self, partition: Partition) -> None:
         joint = partition.joint
-        is_plain = all(primal.wrapping is PLAIN for primal in joint.primals) and all(
-            value.wrapping is PLAIN for value in joint.values
-        )
-        forward = joint.signature.outputs[: joint.signature.forward_count]
+        wrappings = [primal.wrapping for primal in joint.primals] + [value.wrapping for value in joint.values]
+        self.is_plain = all(wrapping is PLAIN for wrapping in wrappings)
+        forward: Sequence[Any] = joint.signature.outputs[: joint.signature.forward_count]
         kept = sum(saved.kind is SavedKind.INTERMEDIATE for saved in partition.saved)
-        parts = 0 if is_plain else len(joint.primals)
-        results = parts + sum(primal.wrapping.count for primal in joint.primals)
-        is_separate = bool(joint.updates) or not is_plain
-        behind = results + len(forward) + kept
-        plain = {
-            place: role.index  # type: ignore[union-attr]
-            for place, role in enumerate(forward)
-            if joint.values[role.index].wrapping is PLAIN  # type: ignore[union-attr]
-        }
-        values, end = (behind, behind + len(joint.values)) if is_separate else (results, behind)
-        return FrameLayout(is_plain, is_separate, parts, results, values, end, plain)
+        self.parts = 0 if self.is_plain else len(joint.primals)
+        self.results = self.parts + sum(primal.wrapping.count for primal in joint.primals)
+        self.is_separate = bool(joint.updates) or not self.is_plain
+        behind = self.results + len(forward) + kept
+        self.values = behind if self.is_separate else self.results
+        self.end = behind + len(joint.values) if self.is_separate else behind
+        plain = (place for place, role in enumerate(forward) if joint.values[role.index].wrapping is PLAIN)
+        self.plain_values: dict[int, int] = {place: forward[place].index for place in plain}
 
     def place_of(self, saved: Saved) -> int:
         """The index of a saved value. If eager saves it too, we save its current state: it may have been
