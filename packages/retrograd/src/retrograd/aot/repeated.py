@@ -32,7 +32,7 @@ from retrograd.graph.joint_graph import CaptureOptions, CaptureState, ComputedOu
 from retrograd.graph.structure import token_of
 from retrograd.repeats.borders import border_costs
 from retrograd.repeats.divide import find_repeats
-from retrograd.repeats.outline import Outline, TokenisedCall, outline
+from retrograd.repeats.outline import Outline, TokenisedCall
 from retrograd.runtime.modes import ThreadModes
 from retrograd.runtime.tensor import is_dense
 from retrograd.trace import (
@@ -248,7 +248,7 @@ def _blocks(graph: fx.Graph) -> Iterator[Outline]:
     results = dict.fromkeys(graph.output_node().all_input_nodes, True)
     for repeat in find_repeats([known[node].token for node in calls], costs, _LEAST, _COPIES):
         for start in repeat.cuts()[:-1]:
-            yield outline(calls[start : start + repeat.length], known, results, _value_key)
+            yield Outline(calls[start : start + repeat.length], known, results, _value_key)
 
 
 #: metadata by which otherwise equal calls differ.

@@ -28,7 +28,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -231,9 +230,8 @@ _ENVIRONMENT = functools.partial(_keeps, _names_in_environment, "names")
 # the inputs of a backend
 
 
-@dataclass(frozen=True, eq=False)
 class GraphInput:
-    """One input of a graph that Dynamo made.
+    """One input of a graph that Dynamo made. A tensor for which Dynamo has no fake stays real.
 
     Attributes:
         name: the expression by which the program reaches it (``L['x']``), or the placeholder's name.
@@ -244,12 +242,18 @@ class GraphInput:
         is_static: whether Dynamo says that it stays the same from call to call.
     """
 
-    name: str
-    value: Any
-    given: Any
-    source: Any
-    is_parameter: bool
-    is_static: bool
+    def __init__(self, node: fx.Node, given: Any) -> None:
+        self.given = self.value = given
+        if isinstance(given, torch.Tensor) and not is_fake(given):
+            self.value = node.meta.get("example_value", given)
+        argument = node.meta.get("grapharg")
+        source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
+        self.name: str = node.name if source is None else source.name
+        # the program's value may be a number, not a tensor
+        self.source = None if getattr(argument, "pass_arg_as_tensor", False) else source
+        is_marked = bool(getattr(given, "_is_param", False))
+        self.is_parameter = is_marked or isinstance(given, torch.nn.Parameter)
+        self.is_static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 def fake_mode_for(example_inputs: Sequence[Any]) -> Any:
@@ -261,28 +265,9 @@ def fake_mode_for(example_inputs: Sequence[Any]) -> Any:
 
 
 def graph_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GraphInput]:
-    """The inputs of `gm`. A tensor that is not fake, and for which Dynamo has no fake, stays real."""
+    """The inputs of `gm`."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    return [_graph_input(node, given) for node, given in zip(placeholders, example_inputs, strict=True)]
-
-
-def _graph_input(node: fx.Node, given: Any) -> GraphInput:
-    value = given
-    if isinstance(given, torch.Tensor) and not is_fake(given):
-        value = node.meta.get("example_value", given)
-    argument = node.meta.get("grapharg")
-    source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
-    # the program's value is a number, not a tensor
-    is_number = bool(getattr(argument, "pass_arg_as_tensor", False))
-    marks = node.meta.get("tensor_dict") or {}
-    return GraphInput(
-        source.name if source is not None else node.name,
-        value,
-        given,
-        None if is_number else source,
-        isinstance(given, torch.nn.Parameter) or bool(getattr(given, "_is_param", False)),
-        "_dynamo_static_input_type" in marks,
-    )
+    return [GraphInput(node, given) for node, given in zip(placeholders, example_inputs, strict=True)]
 
 
 def fake_of_attribute(mode: Any, tensor: torch.Tensor) -> Any:

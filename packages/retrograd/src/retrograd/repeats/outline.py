@@ -31,24 +31,52 @@ from retrograd.graph.structure import token_of
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, eq=False)
 class Outline:
     """A run of calls with its inputs and outputs.
+
+    Args:
+        calls: the nodes.
+        known: the tokens and operands of all calls of the graph.
+        results: by result of the graph, whether it must have its traced strides.
+        key_of: returns the part of the key for an input.
 
     Attributes:
         calls: the nodes.
         inputs: nodes outside the run that it reads.
-        outputs: nodes of the run that are read outside.
+        outputs: nodes of the run that other calls read, or that are results.
         pinned: how many of the first outputs must have their traced strides. These are read by calls of other
             runs, or are results of the graph that must have them.
         key: outlines with equal keys compute the same from inputs with equal metadata.
     """
 
-    calls: Sequence[fx.Node]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    pinned: int
-    key: Hashable
+    def __init__(
+        self,
+        calls: Sequence[fx.Node],
+        known: Mapping[fx.Node, TokenisedCall],
+        results: Mapping[fx.Node, bool],
+        key_of: Callable[[fx.Node], Hashable],
+    ) -> None:
+        inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
+        inputs: dict[fx.Node, int] = {}
+        body = []
+        for node in calls:
+            call = known[node]
+            places = []
+            for operand in call.operands:
+                if operand in inside:
+                    places.append(inside[operand])
+                elif not holds_graph(operand):
+                    places.append(-1 - inputs.setdefault(operand, len(inputs)))
+            body.append((call.token, tuple(places)))
+        pinned, free = [], []
+        for node in calls:
+            if results.get(node) or any(user not in inside and user.op != "output" for user in node.users):
+                pinned.append(node)
+            elif node in results:
+                free.append(node)
+        self.calls, self.inputs, self.outputs, self.pinned = calls, [*inputs], [*pinned, *free], len(pinned)
+        border = tuple([inside[node] for node in self.outputs]), self.pinned
+        self.key: Hashable = (tuple(body), tuple(map(key_of, inputs)), border)
 
 
 def outlines(
@@ -56,46 +84,8 @@ def outlines(
     known: Mapping[fx.Node, TokenisedCall],
     results: Mapping[fx.Node, bool],
 ) -> list[Outline]:
-    """The outlines of all runs of a graph.
-
-    Args:
-        runs: all calls of the graph, in order.
-        known: their tokens and operands.
-        results: by result of the graph, whether it must have its traced strides.
-    """
-    return [outline(calls, known, results, _input) for calls in runs]
-
-
-def outline(
-    calls: Sequence[fx.Node],
-    known: Mapping[fx.Node, TokenisedCall],
-    results: Mapping[fx.Node, bool],
-    key_of: Callable[[fx.Node], Hashable],
-) -> Outline:
-    """The outline of `calls`. Its outputs are the nodes that other calls read, or that are results. The key
-    contains `key_of` each input."""
-    inside: dict[fx.Node, int] = {node: i for i, node in enumerate(calls)}
-    inputs: dict[fx.Node, int] = {}
-    body = []
-    for node in calls:
-        call = known[node]
-        places = []
-        for operand in call.operands:
-            if operand in inside:
-                places.append(inside[operand])
-            elif not holds_graph(operand):
-                places.append(-1 - inputs.setdefault(operand, len(inputs)))
-        body.append((call.token, tuple(places)))
-    pinned, free = [], []
-    for node in calls:
-        if results.get(node) or any(user not in inside and user.op != "output" for user in node.users):
-            pinned.append(node)
-        elif node in results:
-            free.append(node)
-    outputs = (*pinned, *free)
-    border = tuple([inside[node] for node in outputs]), len(pinned)
-    key = tuple(body), tuple(map(key_of, inputs)), border
-    return Outline(calls, tuple(inputs), outputs, len(pinned), key)
+    """The outlines of all runs of an ATen graph; see `Outline`."""
+    return [Outline(calls, known, results, _input) for calls in runs]
 
 
 def holds_graph(node: fx.Node) -> bool:
