@@ -114,18 +114,14 @@ class Compiled:
 
     Attributes:
         code: the compiled code, for flat inputs that have been checked.
+        partition: the partition that was compiled.
     """
 
     def __init__(self, code: CompiledFunction) -> None:
-        self.code = code
+        self.code, self.partition = code, code.partition
         self._joint = code.partition.joint
         self._state: CaptureState = self._joint.state
         self._guard: InputGuard | None = None
-
-    @property
-    def partition(self) -> Partition:
-        """The partition that was compiled."""
-        return self.code.partition
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it like the captured function, with a module's current parameters and buffers.

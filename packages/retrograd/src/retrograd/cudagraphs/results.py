@@ -12,7 +12,7 @@ recording on.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,17 +37,16 @@ from retrograd.runtime.tensor import (
 NOBODY = 2**63
 
 
-class _View(NamedTuple):
-    """The result at index `place`. It begins `further` elements after the start of tensor number `of`."""
+class _View:
+    """The result at index `place`, a view of tensor number `of`. `base` is that tensor in the recording."""
 
-    place: int
-    of: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    further: int
+    def __init__(self, place: int, of: int, tensor: torch.Tensor, base: torch.Tensor) -> None:
+        self.place, self.of = place, of
+        further = int(tensor.storage_offset() - base.storage_offset())
+        self._geometry = tuple(tensor.shape), tuple(tensor.stride()), further
 
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        return reinterpreted(tensor, self.size, self.stride, self.further)
+        return reinterpreted(tensor, *self._geometry)
 
 
 class Results:
@@ -256,7 +255,7 @@ class Results:
             elif (storage := storage_of(output)) in storages:
                 if (i := given.get((storage, output.dtype))) is None:
                     raise Refusal("not-recordable", "a result shows an input as another dtype")
-                self._of_inputs.append(_view(place, i, output, inputs[i]))
+                self._of_inputs.append(_View(place, i, output, inputs[i]))
             else:
                 made.setdefault(storage, []).append(place)
         for places in made.values():
@@ -285,13 +284,8 @@ class Results:
             raise Refusal("not-recordable", "two results show the same memory as different dtypes")
         whole = whole_of(list(members.values()))
         self._sources.append(whole)
-        self._of_copies += [_view(place, number, tensor, whole) for place, tensor in members.items()]
+        self._of_copies += [_View(place, number, tensor, whole) for place, tensor in members.items()]
 
 
 def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() != 0
-
-
-def _view(place: int, of: int, tensor: torch.Tensor, base: torch.Tensor) -> _View:
-    further = int(tensor.storage_offset() - base.storage_offset())
-    return _View(place, of, tuple(tensor.shape), tuple(tensor.stride()), further)

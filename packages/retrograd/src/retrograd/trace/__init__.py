@@ -46,9 +46,9 @@ from retrograd.trace.fakes import (
 )
 from retrograd.trace.first_run import Abandoned, FirstRun
 from retrograd.trace.functional import (
+    Changes,
     ClosureTensors,
     any_changed,
-    changes_of,
     functional_mode,
     is_traced,
     lost_layout,

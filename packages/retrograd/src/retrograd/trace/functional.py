@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import combinations
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -183,7 +183,7 @@ def _keep_layout(value: FunctionalTensor) -> None:
     order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], -sizes[dim]))
     made = bare.permute(order).clone(memory_format=torch.contiguous_format)
     made = made.permute([order.index(dim) for dim in range(len(sizes))])
-    changed, base, is_unseen = value, value._base, changes_of(value).is_unseen
+    changed, base, is_unseen = value, value._base, Changes(value).is_unseen
     if _lies_otherwise(made, value):
         # `value` has gaps because it is a view of a larger tensor. That tensor kept its layout.
         if not isinstance(base, FunctionalTensor):
@@ -192,7 +192,7 @@ def _keep_layout(value: FunctionalTensor) -> None:
     torch._functionalize_replace(changed.elem, made)
     torch._functionalize_commit_update(changed.elem)
     torch._sync(value)  # type: ignore[attr-defined]
-    if is_unseen and not changes_of(value).is_unseen:
+    if is_unseen and not Changes(value).is_unseen:
         torch._functionalize_mark_mutation_hidden_from_autograd(value.elem)
 
 
@@ -232,8 +232,8 @@ def storage_key(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(storage_of, inner_tensors(value)))
 
 
-class Changes(NamedTuple):
-    """Mutations of a value, also those made through an alias.
+class Changes:
+    """The mutations of a functional tensor so far, also those made through an alias.
 
     Attributes:
         elements: whether elements were written.
@@ -242,30 +242,22 @@ class Changes(NamedTuple):
         is_unseen: whether autograd saw none of the writes, because of ``no_grad``, ``.data`` or the like.
     """
 
-    elements: bool
-    shape: bool
-    memory: bool
-    is_unseen: bool
+    def __init__(self, value: torch.Tensor) -> None:
+        parts = [part.elem for part in _parts(value)]
+        was_moved = torch._functionalize_was_storage_changed
+        was_resized = torch._functionalize_was_inductor_storage_resized
+        without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
+        hidden = torch._functionalize_are_all_mutations_hidden_from_autograd
+        self.elements = any(map(torch._functionalize_has_data_mutation, parts))  # type: ignore[attr-defined]
+        self.shape = any(map(torch._functionalize_has_metadata_mutation, parts))
+        self.memory = any(was_moved(part) or was_resized(part) for part in parts)
+        self.is_unseen = all(without_grad(part) or hidden(part) for part in parts)
 
 
 def any_changed(values: Iterable[Any]) -> bool:
     """True if one of these functional tensors was mutated. Other values are ignored."""
-    found = [changes_of(value) for value in values if isinstance(value, torch.Tensor)]
+    found = [Changes(value) for value in values if isinstance(value, torch.Tensor)]
     return any(changes.elements or changes.shape or changes.memory for changes in found)
-
-
-def changes_of(value: torch.Tensor) -> Changes:
-    """The mutations of a functional tensor so far."""
-    parts = [part.elem for part in _parts(value)]
-    resized = (torch._functionalize_was_storage_changed, torch._functionalize_was_inductor_storage_resized)
-    without_grad = torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode
-    hidden = torch._functionalize_are_all_mutations_hidden_from_autograd
-    return Changes(
-        any(map(torch._functionalize_has_data_mutation, parts)),  # type: ignore[attr-defined]
-        any(map(torch._functionalize_has_metadata_mutation, parts)),
-        any(was(part) for part in parts for was in resized),
-        all(without_grad(part) or hidden(part) for part in parts),
-    )
 
 
 def mutations_of(value: torch.Tensor) -> tuple[Any, ...]:

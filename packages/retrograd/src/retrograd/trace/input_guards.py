@@ -26,6 +26,10 @@ class InputGuard:
         example_inputs: fakes of the traced inputs. A dimension that is symbolic in a fake may differ.
         shape_env: holds the relations that tracing relied on; None if every size is static.
         offsets: whether to guard each tensor's storage offset.
+
+    Attributes:
+        args_metadata: the sizes of each value; None for a value without sizes.
+        is_static: whether every size is static.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class InputGuard:
             dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
             dynamic_dims_strides=strides,  # type: ignore[arg-type]
         )
-        self._shape_env, self._fed = shape_env, tuple(fed)
+        self._shape_env, self._fed, self.is_static = shape_env, tuple(fed), shape_env is None
         self._offsets = [(i, args[i].storage_offset()) for i in self._tensors] if offsets else []
         read = _read_values(shape_env, example_inputs) if shape_env else []
         self._read = [fed[number] for number, _ in read]
@@ -73,11 +77,6 @@ class InputGuard:
             self._relations_hold(args)
         except Exception as error:  # it uses a size that the graph reads out of a tensor's elements
             raise Refusal("not-guardable", f"no guard can speak of {self._relations}: {error}") from error
-
-    @property
-    def is_static(self) -> bool:
-        """Whether every size is static."""
-        return self._shape_env is None
 
     def check(self, args: Sequence[Any]) -> bool:
         """True if the lowered code can run on these values."""

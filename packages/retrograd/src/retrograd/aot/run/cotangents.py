@@ -33,7 +33,13 @@ Strides = tuple[Any, ...]
 
 
 class ExpectedTangent:
-    """Metadata of the cotangent that region `region` expects at the boundary `root`, from the trace."""
+    """Metadata of the cotangent that region `region` expects at the boundary `root`, from the trace.
+
+    Attributes:
+        wrapping, parts: the structure of a wrapper subclass, and its plain tensors.
+        is_plain: whether it is not a wrapper subclass.
+        is_static: whether it is a plain tensor without symbolic sizes.
+    """
 
     def __init__(self, partition: Partition, region: int, root: int) -> None:
         joint = partition.joint
@@ -43,16 +49,8 @@ class ExpectedTangent:
         count = self.wrapping.count
         names = [cotangent_name(root, part, count) for part in range(count)]
         self.parts: list[torch.Tensor] = [fakes[name] for name in names]
-
-    @property
-    def is_plain(self) -> bool:
-        """True if it is not a wrapper subclass."""
-        return self.wrapping is PLAIN
-
-    @property
-    def is_static(self) -> bool:
-        """True if it is a plain tensor without symbolic sizes."""
-        return self.is_plain and not is_symbolic(self.parts[0])
+        self.is_plain = self.wrapping is PLAIN
+        self.is_static = self.is_plain and not is_symbolic(self.parts[0])
 
     def fits(self, cotangent: torch.Tensor | None) -> bool:
         """Whether a cotangent, or each row of a batch (``is_grads_batched``), is of the traced kind, in any

@@ -29,7 +29,7 @@ from retrograd.graph.joint_graph import (
 )
 from retrograd.runtime.subclass import ATOMS, is_wrapper, layout_of, parts_of
 from retrograd.runtime.tensor import is_dense, lies_within, shares_elements, view_origin
-from retrograd.trace import changes_of, is_traced, lost_layout, plain, storage_key
+from retrograd.trace import Changes, is_traced, lost_layout, plain, storage_key
 
 if TYPE_CHECKING:
     from retrograd.aot.trace.enter import Inputs
@@ -111,10 +111,10 @@ class Analysis:
             if tensor is None:
                 continue
             _refuse_state_changes(primal, inputs.leaves[number])
-            changes = changes_of(tensor)
+            changes = Changes(tensor)
             members = inputs.state.aliases[primal.group].members if primal.group is not None else ()
             sharing = [inputs.entries[member.leaf] for member in members]
-            if any(changes_of(member).shape for member in sharing):
+            if any(Changes(member).shape for member in sharing):
                 raise not_representable("it changes the shape of an input whose memory another one shares")
             if changes.memory:
                 raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
