@@ -118,7 +118,7 @@ def _read_half(written: Mapping[str, Any], reader: Reader, read: Callable[[], fx
         parts[key] = _read_graph(graph, reader), reader.read(examples), visible
     summary: Summary = reader.read(written["summary"])
     steps = tuple(Step(key, tuple(reads), tuple(makes)) for key, reads, makes in written["steps"])
-    division = Division([*summary.inputs], summary.names, parts, steps, reader.read(written["results"]))
+    division = Division(summary.names, parts, steps, reader.read(written["results"]))
     return LazyGraph(read if steps else lambda: parts[None][0], lambda: summary, division)
 
 

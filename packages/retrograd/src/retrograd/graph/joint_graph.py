@@ -114,11 +114,6 @@ class CaptureState:
         """
         return self.is_symbolic or bool(self.decompositions)
 
-    @property
-    def tensors(self) -> list[int]:
-        """Positions of the tensors among the leaves, each tensor once."""
-        return [i for i, leaf in enumerate(self.leaves) if leaf.is_tensor]
-
 
 @dataclass(frozen=True)
 class CaptureOptions:

@@ -38,7 +38,6 @@ class Division:
     """A graph, divided into parts that are compiled separately.
 
     Attributes:
-        inputs: fakes of its inputs.
         names: names of its inputs.
         graphs: the graphs to compile: each distinct part, or the whole graph if nothing in it repeats.
         steps: calls of the parts, in order. Empty if the graph is not divided.
@@ -48,7 +47,6 @@ class Division:
         is_symbolic: whether sizes of inputs are symbolic.
     """
 
-    inputs: Sequence[Any]
     names: tuple[str, ...]
     graphs: Mapping[Hashable, ToCompile]
     steps: tuple[Step, ...] = ()
@@ -115,7 +113,7 @@ def division_of(
     missing = {part: sorted(_missing(part)) if is_symbolic else [] for part in parts}
     wanted = sorted({name for symbols in missing.values() for name in symbols})
     if not parts or not places.keys() >= set(wanted):  # or some size could not be read from an input
-        return Division(inputs, names, {None: (gm, inputs, visible)}, is_symbolic=is_symbolic)
+        return Division(names, {None: (gm, inputs, visible)}, is_symbolic=is_symbolic)
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
     sizes = []
@@ -136,7 +134,6 @@ def division_of(
         steps.append(Step(part.key, reads, _names(part.outputs)))
     results: Any = gm.graph.output_node().args[0]
     return Division(
-        inputs,
         names,
         graphs,
         tuple(steps),

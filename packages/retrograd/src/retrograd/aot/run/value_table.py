@@ -116,7 +116,7 @@ class Epilogue:
     """
 
     def __init__(self, joint: JointValues, first: int, written: Collection[int] = ()) -> None:
-        self._joint, self._first = joint, first
+        self._first = first
         self._computed = (
             picker([first + plan.value for plan in joint.outputs if isinstance(plan, ComputedOutput)])
             if all(isinstance(plan, ComputedOutput) for plan in joint.outputs) and not joint.updates
