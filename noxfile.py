@@ -20,7 +20,8 @@ nox.options.sessions = ["parity"]
 nox.options.error_on_missing_interpreters = True
 
 PINS = ("-c", "requirements/pins.txt")
-DISTRIBUTIONS = ("-e", "./packages/retrograd", "-e", "./harness")
+HOMES = {"retrograd": "./packages/retrograd", "gradparity": "./harness"}
+DISTRIBUTIONS = tuple(word for home in HOMES.values() for word in ("-e", home))
 SOURCES = os.pathsep.join(("packages/retrograd/src", "harness/src"))
 TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 DOCSTRINGS = "DOC102,DOC202,DOC403"  # pydoclint's: no parameter, return or yield that the signature lacks
@@ -294,29 +295,42 @@ def architectures(session: nox.Session) -> None:
         session.run("gradparity", "run", *FIXED, *named, *own, "--match", match, env=settings(session))
 
 
+def wheel_user(session: nox.Session, name: str, *others: str) -> str:
+    """Build the wheel of one distribution by way of its sdist, and install it into an empty environment.
+
+    Returns the environment's folder of programs. It holds what the wheel declares, and `others`.
+    """
+    folder = session.create_tmp()
+    session.install(*PINS, "-r", "requirements/build.txt", "build")
+    built = ("--no-isolation", "--outdir", f"{folder}/dist", HOMES[name])
+    session.run("python", "-m", "build", *built, silent=True)
+    session.run("python", "-m", "venv", "--clear", f"{folder}/{name}")
+    programs = os.path.abspath(f"{folder}/{name}/bin")
+    pip = (f"{programs}/python", "-m", "pip")
+    (wheel,) = pathlib.Path(folder, "dist").glob(f"{name}-*.whl")
+    install = ("install", "--quiet", *PINS, "-r", "requirements/torch.txt", str(wheel), *others)
+    session.run(*pip, *install, external=True)
+    session.run(*pip, "check", external=True)
+    return programs
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Both wheels, each in an environment with what it declares and nothing else: imported, used (3 min)."""
+    for name, optional in (("retrograd", ()), ("gradparity", ("pytest",))):
+        python = f"{wheel_user(session, name)}/python"
+        for program in (("modules.py", name, *optional), (f"use_{name}.py",)):
+            script = os.path.abspath(f"suites/wheels/{program[0]}")
+            session.run(python, "-I", script, *program[1:], env=settings(session), external=True)
+
+
 @nox.session
 def first_user(session: nox.Session) -> None:
     """gradparity's README, step by step: the wheel in an empty environment, demo, a test, fuzz (5 min)."""
-    folder = session.create_tmp()
-    session.install(*PINS, "-r", "requirements/build.txt", "pytest", "pytest-timeout")
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, "./harness")
-    session.run("python", "-m", "pip", *build)
-    session.run("python", "-m", "venv", "--clear", f"{folder}/user")
-    programs = os.path.abspath(f"{folder}/user/bin")
-    pip = (f"{programs}/python", "-m", "pip", "install", "--quiet", *PINS, "-r", "requirements/torch.txt")
-    session.run(*pip, "--find-links", folder, "gradparity", "pytest", external=True)
-    variables = {**settings(session), "GRADPARITY_USER_BIN": programs}
-    limit = ("--timeout", "900")
-    session.run(
-        "pytest",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        *limit,
-        "suites/first_user",
-        *session.posargs,
-        env=variables,
-    )
+    session.install(*PINS, "pytest", "pytest-timeout")
+    variables = {**settings(session), "GRADPARITY_USER_BIN": wheel_user(session, "gradparity", "pytest")}
+    own = ("--noconftest", "-p", "no:cacheprovider", "--timeout", "900", "suites/first_user")
+    session.run("pytest", *own, *session.posargs, env=variables)
 
 
 @nox.session(reuse_venv=True)
