@@ -6,6 +6,7 @@ In: a `figures.Table` with parts "train-MODEL:WAY" and "turns-MODEL:DEVICE". Out
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -68,7 +69,7 @@ COMPARISONS = (
     ),
     *(
         Comparison(f"steady step, {ours} / {theirs}", "warm step", over, under, mean, worst)
-        for theirs, under in {"reduce-overhead": STOCK[1:], "the same like eager": LIKE_EAGER[1:]}.items()
+        for theirs, under in {"reduce-overhead": STOCK[1:], "reduce-overhead like eager": LIKE_EAGER[1:]}.items()
         for ours, over, mean, worst in (
             ("CUDA graphs", OURS[1:2], None, 1.05),
             ("compile_step with CUDA graphs", WHOLE_STEP, 0.95, 1.02),
@@ -129,7 +130,7 @@ def render(table: Table) -> Iterable[str]:
             yield markdown((title, *ways), rows)
     if shares := list(_of_stock(table, models, ways)):
         yield markdown(("steady step of stock's, median (quarters) of rounds", *ways), shares)
-    yield markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table)))
+    yield goals(table)
     if any(_fell_back(table, model, way) for model in models for way in WAYS):
         yield "\\* Some of it ran as eager runs it; `retrograd.explain()` says why."
 
@@ -144,8 +145,8 @@ def _of_stock(table: Table, models: Iterable[str], ways: Sequence[str]) -> Itera
             yield (model, *cells)
 
 
-def _compared(table: Table) -> Iterable[tuple[str, ...]]:
-    for one in COMPARISONS:
+def _compared(table: Table, asked: Iterable[Comparison]) -> Iterable[tuple[str, ...]]:
+    for one in asked:
         found = ratios(table, one) if table.machine.device in one.devices else {}
         if found:
             model, worst = max(found.items(), key=lambda item: item[1])
@@ -189,24 +190,66 @@ def figure_of(table: Table, model: str, way: str, figure: str) -> float | None:
     return next((found for place in places if (found := table.figure(place)) is not None), None)
 
 
-#: rows of the short table.
+#: rows of the tables of shortest steps.
 SHORT = tuple(
-    Comparison(title, "warm least", (way,), (stock,))
-    for title, way, stock in (
-        ("`retrograd.compile` / `torch.compile`", OURS[0], LIKE_EAGER[0]),
-        ("the same, whole", "retrograd-compile-whole", LIKE_EAGER[0]),
-        ("both with CUDA graphs", OURS[1], LIKE_EAGER[1]),
-        ("`compile_step` with them / the same", *WHOLE_STEP, LIKE_EAGER[1]),
+    Comparison(title, "warm least", (ours,), (other,), devices=(device,))
+    for device, title, ours, other in (
+        ("cuda", "`retrograd.compile` / `torch.compile`", OURS[0], LIKE_EAGER[0]),
+        ("cuda", "the same after 2,000 calls", "retrograd-compile-whole", LIKE_EAGER[0]),
+        ("cuda", "the same, both with CUDA graphs", OURS[1], LIKE_EAGER[1]),
+        ("cuda", "`compile_step` / `torch.compile`, both with CUDA graphs", *WHOLE_STEP, LIKE_EAGER[1]),
+        ("cpu", "`retrograd.compile` / `torch.compile`", OURS[0], STOCK[0]),
+        ("cpu", "`compile_step` / `torch.compile`", OURS[3], STOCK[0]),
+        ("cpu", "`compiled_autograd` / eager", OURS[2], "eager"),
     )
 )
 
 
+def _shortest(table: Table) -> dict[str, dict[str, float]]:
+    asked = [one for one in SHORT if table.machine.device in one.devices]
+    return {one.title: shares for one in asked if (shares := ratios(table, one))}
+
+
 def short(table: Table) -> str:
     """What the shortest steps take of stock's, for each model, and the geometric mean."""
-    found = {one.title: shares for one in SHORT if (shares := ratios(table, one))}
+    found = _shortest(table)
     models = [model for model in TRAINED if any(model in shares for shares in found.values())]
     rows = []
     for title, shares in found.items():
         cells = (f"{shares[model]:.2f}" if model in shares else "" for model in models)
         rows.append((title, *cells, f"{geometric_mean(shares.values()):.2f}"))
     return markdown(("shortest step, of stock's", *models, "mean"), rows)
+
+
+def spread(table: Table) -> str:
+    """The same over all models: how many, the geometric mean, the best and the worst."""
+    rows = []
+    for title, shares in _shortest(table).items():
+        best, worst = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+        ends = (f"{shares[one]:.2f} ({one})" for one in (best, worst))
+        rows.append((title, str(len(shares)), f"{geometric_mean(shares.values()):.2f}", *ends))
+    return markdown(("shortest step", "models", "mean", "best", "worst"), rows)
+
+
+def goals(table: Table) -> str:
+    """What the table says to the goals of `COMPARISONS`."""
+    return markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table, COMPARISONS)))
+
+
+def like_eager(table: Table) -> str:
+    """The same of the steps in which stock computes as eager does."""
+    asked = [one for one in COMPARISONS if "like eager" in one.title and one.figure == "warm step"]
+    return markdown(("ratio", "mean", "goal", "worst", "goal", "models"), list(_compared(table, asked)))
+
+
+def starts(table: Table) -> str:
+    """The first three steps of a process: seconds of stock's and of ours, and their ratio; the last part that
+    the table has of a model counts."""
+    found: dict[str, dict[str, Sequence[str]]] = {}
+    for name, one in table.parts.items():
+        if part := re.fullmatch(r"start-(?:noted-)?(\w+):(cold|warm)", name):
+            ours, stock = (one.figures[f"{way} step"] for way in (OURS[0], LIKE_EAGER[0]))
+            found.setdefault(part[1], {})[part[2]] = (f"{stock:.1f}", f"{ours:.1f}", f"{ours / stock:.2f}")
+    rows = [(model, *kinds["cold"], *kinds["warm"]) for model, kinds in found.items()]
+    head = [f"{kind}, {who}" for kind in ("cold", "warm") for who in ("stock", "retrograd", "ratio")]
+    return markdown(("seconds", *head), rows)

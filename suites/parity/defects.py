@@ -1,7 +1,7 @@
 """How many scenarios show what was wrong on commit 334be4c, by class, as data and as a table.
 
 In: rows of ``gradparity run --json``, of scenarios with the sources of that commit, and with today's. Out:
-the file `suites/parity/defects.json`, and the table in `docs/comparison.md`.
+the file `suites/parity/defects.json`, and a table.
 
     git worktree add ../before 334be4c
     export PYTHONPATH=../before/packages/retrograd/src:harness/src    # then again with today's sources

@@ -28,8 +28,12 @@ MODULE = defects()
 MENDED: dict[str, list[str]] = json.loads(MODULE.DATA.read_text())
 
 
-def test_the_table_is_made_of_the_data() -> None:
-    assert "\n".join(MODULE.table(MENDED)) in (ROOT / "docs/comparison.md").read_text()
+def test_the_table_has_a_line_for_each_class_and_one_for_all() -> None:
+    lines = [*MODULE.table(MENDED)][2:]
+    counts = [int(line.split("|")[3].split(",")[0]) for line in lines if "| none: " not in line]
+    assert len(lines) == len(MODULE.classes()) + 1
+    assert min(counts) > 0
+    assert counts[-1] == len(MENDED)
 
 
 @pytest.mark.parametrize("one", MODULE.classes(), ids=lambda one: one["what"][:40])

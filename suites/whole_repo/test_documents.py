@@ -1,8 +1,9 @@
 """The Python in documents runs: the blocks of a page one after the other, in one process. What a block prints
 is what stands behind it, between `<!-- output -->` and `<!-- /output -->`.
 
-A block after the line `<!-- not run: WHY -->` does not run. `EXPECTTEST_ACCEPT=1`, without xdist, writes what
-is printed now into the pages.
+A block after the line `<!-- not run: WHY -->` does not run, and one after `<!-- needs: PACKAGE -->` only if
+that package is installed, as it is in the environment of `nox -s env`. `EXPECTTEST_ACCEPT=1`, without xdist,
+writes what is printed now into the pages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,16 @@ from retrograd.probe import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
-    r"(?P<skip><!-- not run: .+ -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```\n"
+    r"(?P<skip><!-- not run: .+ -->\n)?(?:<!-- needs: (?P<needs>\w+) -->\n)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```\n"
     r"(?:\n<!-- output -->\n```\n(?P<output>.*?)```\n<!-- /output -->\n)?",
     re.DOTALL | re.MULTILINE,
 )
 #: is printed between two blocks.
 BETWEEN = "-- the next block --"
 LONGEST = 200
+#: the most words that a document may have, and the most lines.
+MOST = {"README.md": (900, 200), "docs/comparison.md": (1500, 120)}
 
 
 def pages() -> list[Path]:
@@ -39,7 +44,12 @@ def pages() -> list[Path]:
 
 def blocks(text: str) -> list[re.Match[str]]:
     """The blocks of a page that are to be run."""
-    return [found for found in BLOCK.finditer(text) if not found["skip"]]
+    return [found for found in BLOCK.finditer(text) if not found["skip"] and is_there(found["needs"])]
+
+
+def is_there(package: str | None) -> bool:
+    """Whether what a block needs is installed."""
+    return package is None or find_spec(package) is not None
 
 
 def program(text: str) -> str:
@@ -89,6 +99,19 @@ def test_a_readme_is_short(name: str) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= LONGEST
 
 
+@pytest.mark.parametrize("name", MOST)
+def test_a_document_is_no_longer_than_it_may_be(name: str) -> None:
+    text = (ROOT / name).read_text()
+    size = (sum(1 for word in text.split() if re.search(r"\w", word)), len(text.splitlines()))
+    assert max(size[0] - MOST[name][0], size[1] - MOST[name][1]) <= 0, size
+
+
+def test_the_environment_has_what_blocks_need() -> None:
+    wanted = {found["needs"] for page in pages() for found in BLOCK.finditer(page.read_text())} - {None}
+    installed = (ROOT / "requirements/dev.txt").read_text().split()
+    assert sorted(wanted - {*installed}) == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "packages/retrograd/README.md"])
 def test_a_readme_names_the_releases_of_torch_that_are_accepted(name: str) -> None:
     assert f"PyTorch {TESTED[0]} to {TESTED[-1]}" in (ROOT / name).read_text()
@@ -98,6 +121,8 @@ def test_blocks_are_found_and_left_out() -> None:
     text = "```python\na = 1\n```\n\n1. x\n\n   ```python\n   b = a\n   ```\n\n```sh\nls\n```\n"
     assert program(text) == f"a = 1\nprint({BETWEEN!r})\nb = a\n"
     assert program("<!-- not run: it takes an hour -->\n```python\na = 1\n```\n") == ""
+    assert program("<!-- needs: torch -->\n```python\na = 1\n```\n") == "a = 1\n"
+    assert program("<!-- needs: no_such_package -->\n```python\na = 1\n```\n") == ""
     shown = "```python\nprint(1)\n```\n\n<!-- output -->\n```\n2\n```\n<!-- /output -->\n"
     ((block, now),) = outputs(shown, ["1\n"])
     assert (block["output"], now) == ("2\n", "1\n")
