@@ -26,6 +26,7 @@ from gradparity.loop import Ending, Where, through
 from gradparity.shard import Shard
 from gradparity.signature import signature_of
 from gradparity.store.store import CaseDone, Entry, Progress, UnitDone
+from gradparity.subjects.base import Blame
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
@@ -37,8 +38,8 @@ OUTSIDE = "-outside-case"
 @dataclass(frozen=True)
 class Plan:
     """What to run. `limit_per_corpus` spreads the cases evenly over a corpus's chunks; `processes` 0 means
-    in this one; `shuffle` decides their order, and so which cases meet in a process; `fresh`, `checks` and
-    `ablate` are as in `Task`; `resources` say where units run.
+    in this one; `shuffle` decides their order, and so which cases meet in a process; `fresh`, `checks`,
+    `ablate` and `blame` are as in `Task`; `resources` say where units run.
     """
 
     subjects: tuple[str, ...]
@@ -55,6 +56,7 @@ class Plan:
     fresh: bool = False
     checks: tuple[str, ...] = ()
     ablate: bool = False
+    blame: Blame = Blame.own
     resources: Resources = field(default_factory=Resources)
 
     @property
@@ -215,7 +217,7 @@ def run(
     """Runs the plan. Without a file of what is known, fallbacks are held against nobody. An interrupt
     (Ctrl-C) ends it early with the rows so far; with a store, the next run continues there.
     """
-    accountable = frozenset(name for name in plan.subjects if resolve(name).accountable)
+    accountable = frozenset(name for name in plan.subjects if resolve(name, plan.blame).accountable)
     campaign = Campaign(accountable=accountable)
     where = Where(plan.processes, plan.grace, plan.resources)
     campaign.ending = through(Corpora(plan, campaign), where, partial(listen, campaign), progress)
@@ -228,7 +230,7 @@ def run(
 
 def _task(plan: Plan, subject: str, name: str, chunk: str, limit: int | None) -> Task:
     task = Task(subject, name, chunk, plan.device, plan.seed, plan.match, limit)
-    return replace(task, fresh=plan.fresh, checks=plan.checks, ablate=plan.ablate)
+    return replace(task, fresh=plan.fresh, checks=plan.checks, ablate=plan.ablate, blame=plan.blame)
 
 
 def _chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:

@@ -19,7 +19,7 @@ from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.oracles.judge import Judgement, judge
 from gradparity.oracles.values import SYMPTOMS
 from gradparity.outcome import Outcome
-from gradparity.subjects.base import Subject
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.eager import Eager
 from gradparity.verdict import FALLBACK, Row, Verdict, row_of
 
@@ -126,9 +126,16 @@ def _attributed(
     outcome = observe(program.case, program.body, stock, torch.float32, device)
     only_rounds = stock is not subject.stock
     own = not_stocks_own(evidence, outcome, subject.answers_for_silent and not only_rounds, only_rounds)
-    if own is None:
-        return replace(row, stocks_own=True)
-    return replace(row, verdict=own.verdict, symptom=own.symptom, reason=own.reason, place=own.place)
+    stock_free_only = subject.blame is Blame.only_stock_free and not only_rounds
+    if own is None or (stock_free_only and _diverges(evidence, outcome)):
+        return replace(row, stocks_own=True, stage=stock.stage)
+    told = {name: getattr(own, name) for name in ("verdict", "symptom", "reason", "place")}
+    return replace(row, stage=subject.stage, **told)
+
+
+def _diverges(evidence: Evidence, stock: Outcome) -> bool:
+    """Whether stock itself does otherwise than eager."""
+    return judge(replace(evidence, subject=stock, bitwise=False, notes=[])).verdict.is_divergence
 
 
 def _declared_nondeterministic(

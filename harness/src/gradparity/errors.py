@@ -3,6 +3,8 @@
 In: what was found and what would help. Out: an exception whose text says what, where, and the way out.
 """
 
+from difflib import get_close_matches
+
 
 class GradparityError(Exception):
     """Base of all errors raised by the harness itself, never by a program under test."""
@@ -13,15 +15,18 @@ class CaseError(GradparityError):
 
 
 class UnknownNameError(GradparityError):
-    """A subject, corpus or case name that does not exist.
+    """A subject, corpus or case name that does not exist. It proposes the names that are most like it.
 
-    Arguments: what kind of thing was looked up, the name, and the names there are.
+    Arguments: what kind of thing was looked up, the name, the names there are, and why it was not found.
     """
 
-    def __init__(self, what: str, name: str, known: list[str]) -> None:
+    def __init__(self, what: str, name: str, known: list[str], why: str = "") -> None:
         self.what, self.name, self.known = what, name, known
         shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
-        super().__init__(f"unknown {what} {name!r}\n  known  {shown or 'none'}")
+        told = [f"unknown {what} {name!r}" + (f": {why}" if why else "")]
+        if alike := get_close_matches(name, known, n=3):
+            told.append(f"  did you mean  {' or '.join(alike)}?")
+        super().__init__("\n".join([*told, f"  known  {shown or 'none'}"]))
 
 
 class UnavailableError(GradparityError):

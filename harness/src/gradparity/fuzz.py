@@ -31,6 +31,7 @@ from gradparity.loop import Ending, Where, through
 from gradparity.reading import read_as
 from gradparity.signature import Signature
 from gradparity.store.store import CaseDone, Entry, Progress
+from gradparity.subjects.base import Blame
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 
@@ -59,6 +60,7 @@ class FuzzOptions:
     shrink_seconds: float = 60.0
     known: tuple[Signature, ...] = ()
     resources: Resources = field(default_factory=Resources)
+    blame: Blame = Blame.own
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def fuzz(options: FuzzOptions, listen: Listener, progress: Progress | None = Non
     """
     if options.minutes is None and options.cases is None:
         raise CaseError("a campaign needs an end\n  try    minutes or cases")
-    resolve(options.subject)
+    resolve(options.subject, options.blame)
     for name in options.policies:
         policy(name)
     source = Drawn(options)
@@ -320,6 +322,7 @@ class Drawn:
             known=[item.to_json() for item in summary.known],
             skip=sorted(number for number in summary.numbers if start <= number < start + count),
             begun=None if begun is None else asdict(begun),
+            blame=options.blame,
         )
         return Unit(task.to_json(), options.timeout)
 

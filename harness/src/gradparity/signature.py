@@ -1,8 +1,8 @@
 """Signature: what makes two divergences the same one.
 
-In: a row of a case that diverged. Out: a `Signature`: verdict, symptom and place. The shrinker keeps it, the
-campaign counts by it, the report groups by it. Values, sizes, seeds and names are no part of it. Of programs
-that were shrunk, `operators` names what is left of them: two defects may look alike until then.
+In: a row of a case that diverged. Out: a `Signature`: verdict, symptom, place and stage. The shrinker keeps
+it, the campaign counts by it, the report groups by it. Values, sizes, seeds and names are no part of it. Of
+programs that were shrunk, `operators` names what is left of them: two defects may look alike until then.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from gradparity.verdict import Row, Verdict
 class Signature:
     """One kind of divergence. `place`: where it was seen: in gradients, values or hooks of a kind, or which
     function raised and how its message begins. `operators`: what a shrunk program still calls, sorted.
+    `stage`: the row's, "" where nobody knows it. Two stages never share a signature.
     """
 
     verdict: Verdict
     symptom: str
     place: str = ""
     operators: tuple[str, ...] = ()
+    stage: str = ""
 
     @property
     def digest(self) -> str:
         """Eight hexadecimal digits, for file names and tables."""
-        text = "\n".join((self.verdict.value, self.symptom, self.place, *self.operators))
+        stage = (f"stage {self.stage}",) if self.stage else ()
+        text = "\n".join((self.verdict.value, self.symptom, self.place, *self.operators, *stage))
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     @property
@@ -39,7 +42,9 @@ class Signature:
     def describe(self) -> str:
         """One line."""
         names = f" [{' '.join(self.operators)}]" if self.operators else ""
-        return f"{self.verdict.value} {self.symptom}{f' at {self.place}' if self.place else ''}{names}"
+        where = f" at {self.place}" if self.place else ""
+        stage = f" by {self.stage}" if self.stage else ""
+        return f"{self.verdict.value} {self.symptom}{where}{stage}{names}"
 
     def covers(self, other: Signature) -> bool:
         """Whether the other may be the same defect in a larger program: it looks the same, and calls all that
@@ -55,14 +60,16 @@ class Signature:
             "symptom": self.symptom,
             "place": self.place,
             "operators": list(self.operators),
+            "stage": self.stage,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Signature:
         """The inverse of `to_json`."""
-        return cls(Verdict(data["verdict"]), data["symptom"], data["place"], tuple(data["operators"]))
+        verdict, operators = Verdict(data["verdict"]), tuple(data["operators"])
+        return cls(verdict, data["symptom"], data["place"], operators, data.get("stage", ""))
 
 
 def signature_of(row: Row, operators: tuple[str, ...] = ()) -> Signature:
     """The signature of a row that diverged, with what its program calls."""
-    return Signature(row.verdict, row.symptom, row.place, tuple(sorted(set(operators))))
+    return Signature(row.verdict, row.symptom, row.place, tuple(sorted(set(operators))), row.stage)

@@ -29,7 +29,7 @@ from gradparity.errors import CaseTimeout
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
 from gradparity.signature import signature_of
-from gradparity.subjects.base import Subject
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import tidy_now_and_then
 from gradparity.verdict import Row, Verdict, row_of
@@ -48,7 +48,8 @@ NOISY = (
 class Task:
     """One subject over one chunk: at most `limit` cases (None: all) of those that a glob of `match` takes.
     `fresh`: a process for each case. `checks`: what else to check of a case that agrees. `ablate`: say which
-    stage breaks a case that diverges. `case`: an address; of the whole corpus, this case alone.
+    stage breaks a case that diverges. `case`: an address; of the whole corpus, this case alone. `blame`: for
+    what the subject answers.
     """
 
     subject: str
@@ -62,6 +63,7 @@ class Task:
     checks: tuple[str, ...] = ()
     ablate: bool = False
     case: str = ""
+    blame: str = Blame.own
 
     @classmethod
     def of(cls, case: Case, subject: str, device: str, ablate: bool = False) -> Task:
@@ -76,7 +78,7 @@ class Task:
 def run_unit(unit: Unit, emit: Emit) -> bool:
     """Runs the unit's task; see `executors.unit.RunUnit`."""
     task = Task(**unit.payload)
-    subject = _subject(task.subject)
+    subject = _subject(task.subject, task.blame)
     quiet()
     programs = list(_programs(task))
     allowed = unit.timeout * (2 if task.ablate or task.checks else 1)
@@ -144,7 +146,7 @@ def _looked_into(row: Row, program: Program, subject: Subject, task: Task) -> Ro
     if row.verdict is Verdict.AGREE and task.checks:
         row = checked(row, program, subject, device, task.checks)
     if row.is_find and task.ablate:
-        row = with_ablation(row, program, device)
+        row = with_ablation(row, program, device, subject.stock.stage if subject.stock else "")
     return row
 
 
@@ -162,11 +164,13 @@ def checked(
     return row
 
 
-def with_ablation(row: Row, program: Program, device: torch.device) -> Row:
-    """The row with the stage and the operator that break the case."""
-    found = ablate(program, row.subject, device)
+def with_ablation(row: Row, program: Program, device: torch.device, stock: str = "") -> Row:
+    """The row, which is not stock's own, with the stage and the operator that break the case. The stage comes
+    after the one that is called `stock`.
+    """
+    found = ablate(program, row.subject, device, beyond=stock)
     shown = {**row.exhibit, "ablation": found.to_json()}
-    row = replace(row, stage=found.stage, operator=found.operator, exhibit=shown)
+    row = replace(row, stage=found.stage or row.stage, operator=found.operator, exhibit=shown)
     return replace(row, signature=signature_of(row).digest)
 
 
@@ -190,8 +194,8 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 @cache
-def _subject(name: str) -> Subject:
-    return resolve(name)
+def _subject(name: str, blame: str) -> Subject:
+    return resolve(name, Blame(blame))
 
 
 def quiet() -> None:

@@ -9,7 +9,8 @@ from gradparity.differential import compare
 from gradparity.oracles.attribution import not_stocks_own
 from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.outcome import GradRecord, HookEvent, Outcome, Raised, ValueRecord, freeze
-from gradparity.subjects.base import Subject
+from gradparity.signature import Signature, signature_of
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
 
@@ -213,3 +214,43 @@ def test_the_notes_of_the_row_are_kept(bench, hooked_body) -> None:
     subject.stock = Subject("stock")
     row = compare(bench.program(hooked_body), subject, CPU).row
     assert (row.symptom, row.notes[0], row.stocks_own) == ("hook-count", "fallback: why", False)
+
+
+class Tenth(Subject):
+    """Of the gradients that stock gets wrong in its own way, it makes others a tenth larger."""
+
+    stage = "own"
+
+    def observed(self, outcome: Outcome) -> Outcome:
+        return resolve("planted:scale-grad").observed(outcome)
+
+
+@pytest.mark.parametrize(
+    ("fault", "blame", "own"),
+    [
+        ("drop-event", Blame.own, False),
+        ("drop-event", Blame.only_stock_free, True),
+        ("drop-event", Blame.strict, False),
+        (None, Blame.only_stock_free, False),
+    ],
+)
+def test_policies_of_blame(bench, hooked_body, fault: str | None, blame: Blame, own: bool) -> None:
+    subject = Tenth("tenth")
+    subject.stock = resolve(f"planted:{fault}") if fault else Subject("stock")
+    subject.stock.stage = "before"
+    subject.answers_for(blame)
+    row = compare(bench.program(hooked_body), subject, CPU).row
+    stage = "" if blame is Blame.strict else "before" if own else "own"
+    assert (row.symptom, row.stocks_own, row.stage) == ("grad-values", own, stage)
+
+
+def test_a_backends_own_divergence_has_another_signature_than_stocks(bench, hooked_body) -> None:
+    found = []
+    for fault in ("scale-grad", None):
+        subject = Tenth("tenth")
+        subject.stock = resolve(f"planted:{fault}") if fault else Subject("stock")
+        subject.stock.stage = "before"
+        found.append(signature_of(compare(bench.program(hooked_body), subject, CPU).row))
+    assert (found[0].stage, found[1].stage) == ("before", "own")
+    assert found[0].digest != found[1].digest
+    assert Signature.from_json(found[0].to_json()) == found[0]

@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gradparity import campaign
+from gradparity.checks.registry import CHECKS, MEANINGS
 from gradparity.cli import app
 from gradparity.corpus.registry import corpus
 from gradparity.subjects import registry as subjects
-from gradparity.subjects.base import Subject
+from gradparity.subjects.base import Blame, Subject
 
 NAME = "autograd_function_db"
 ENTRY = """
@@ -121,6 +122,38 @@ def test_5_when_nothing_ran() -> None:
     assert run("--subject", "eager", "--match", "no such case").exit_code == 5
 
 
+def test_a_glob_that_matches_nothing_is_told_with_names_like_it() -> None:
+    for command in (run, lambda *words: invoke("list", "--corpus", NAME, *words[2:])):
+        told = command("--subject", "eager", "--match", f"{NAME}::MulGenVmpAutogradFunction*").stderr
+        assert "nothing matches: unknown case 'MulGenVmpAutogradFunction'" in told
+        assert "did you mean  MulGenVmapAutogradFunction" in told
+    assert "did you mean  reuse" in run("--subject", "eager", "--check", "reus").stderr
+    assert "did you mean  op_db" in invoke("run", "-s", "eager", "-c", "opdb").stderr
+    unknown = invoke("show", "scenarios::two_branches_tensor_hook", "-s", "eager").stderr
+    assert "did you mean  two_branches_tensor_hooks" in unknown
+
+
+def test_the_help_of_run_says_what_each_check_means() -> None:
+    told = " ".join(invoke("run", "--help").stdout.split())
+    assert all(f"{name}: {meaning}" in told for name, meaning in MEANINGS.items())
+    assert MEANINGS.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "told"),
+    [
+        ((), 0, "of which 0 unexpected"),
+        (("--only-stock-free",), 0, "of which 0 unexpected"),
+        (("--strict",), 1, "of which 1 unexpected"),
+    ],
+)
+def test_what_stock_shows_as_well_fails_only_a_strict_run(policy, code: int, told: str) -> None:
+    words = ("run", "-n", "0", "--device", "cpu", "-c", "demo", "--match", "gradient_of_an_unused_output")
+    for subject in ("inductor", "aot_eager"):
+        result = invoke(*words, "--subject", subject, *policy)
+        assert (result.exit_code, told in result.stdout) == (code, True), result.output
+
+
 def test_show_prints_the_errors(in_this_process: None) -> None:
     case = f"{NAME}::{corpus(NAME).chunks()[0]}::0"
     result = invoke("show", case, "--subject", "planted:scale-grad", "--device", "cpu")
@@ -187,4 +220,6 @@ def test_a_subject_of_ones_own_answers_unless_it_says_otherwise() -> None:
     assert subjects.resolve("import:gradparity.subjects.eager:Eager").accountable
     assert not subjects.resolve("import:gradparity.subjects.planted:Wrong").accountable
     assert not subjects.resolve("compile:aot_eager").accountable
-    assert not subjects.resolve("stock-compile:inductor").accountable
+    assert subjects.resolve("compile:inductor").accountable
+    assert not subjects.resolve("compile:eager").accountable
+    assert subjects.resolve("compile:eager", Blame.strict).accountable

@@ -192,3 +192,19 @@ def test_the_recorder_sees_dictionaries_what_is_printed_and_rounding() -> None:
     recorder.log.append("zero")
     recorder.finish()
     assert recorder.shown["log"] == ("zero", "one", "two")
+
+
+def test_a_backend_in_a_file_of_the_working_folder_is_found_from_everywhere(tmp_path, monkeypatch) -> None:
+    """The script needs no gradparity, and may be started in another folder than the one of the backend."""
+    home = tmp_path / "home"
+    home.mkdir()
+    text = "def wrong(gm, inputs):\n    return lambda *args: tuple(2 * one for one in gm(*args))\n"
+    (home / "my_backend.py").write_text(text)
+    monkeypatch.chdir(home)
+    program = corpora.program(Case("op_db", "sin", 0), CPU)
+    for place in ("my_backend.py:wrong", "my_backend:wrong"):
+        path = tmp_path / "repro.py"
+        path.write_text(text_of(program, place))
+        assert "gradparity" not in path.read_text().partition("# --- program")[0].partition('"""\n\n')[2]
+        done = run(path, "check")
+        assert (done.returncode, "Error" in done.stdout) == (1, False), done.stdout + done.stderr

@@ -12,7 +12,7 @@ import torch
 from gradparity.errors import ReproError, UnavailableError, UnknownNameError
 from gradparity.fired import counting
 from gradparity.subjects.base import Subject
-from gradparity.subjects.registry import NAMED, resolve
+from gradparity.subjects.registry import NAMED, full_name, resolve
 
 
 class Reason(NamedTuple):
@@ -73,6 +73,14 @@ def fake(monkeypatch) -> Fake:
     return module
 
 
+STOCKS = {
+    "stock-compile:inductor": "stock-compile:aot_eager",
+    "stock-passes:inductor": "stock-compile:aot_eager",
+    "stock-ca:inductor": "stock-ca:aot_eager",
+}
+"""By subject that generates code, the stage of stock torch before it."""
+
+
 def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> None:
     made = {name: resolve(name) for name in NAMED}
     assert {name for name, subject in made.items() if subject.bitwise} == {
@@ -87,12 +95,13 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-step:eager",
     }
     assert {name for name, subject in made.items() if subject.accountable} == {
-        name for name in NAMED if name.startswith("retrograd-")
+        name for name in NAMED if name.startswith("retrograd-") or name in STOCKS
     }
     assert {name for name, subject in made.items() if subject.may_refuse and subject.accountable} == {
         name
         for name in NAMED
-        if name.startswith(
+        if name in STOCKS
+        or name.startswith(
             ("retrograd-compile", "retrograd-step", "retrograd-live+aot", "retrograd-live+ind")
         )
     }
@@ -107,6 +116,7 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-compile:inductor": "stock-compile:eager",
         "retrograd-step:eager": "stock-compile:eager",
         "retrograd-step:inductor": "stock-compile:eager",
+        **STOCKS,
     }
     assert {name: subject.rounds_as.name for name, subject in made.items() if subject.rounds_as} == {
         "retrograd-compile+live:inductor": "stock-compile:inductor",
@@ -329,4 +339,32 @@ def test_flags_behind_the_backend_are_options(fake) -> None:
 @pytest.mark.parametrize("name", ["retrograd-live:eager+nothing", "stock-ca:eager+cudagraphs"])
 def test_unknown_flags(fake, name: str) -> None:
     with pytest.raises(UnknownNameError):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("inductor", "compile:inductor"),
+        ("eager", "eager"),
+        ("module:function", "compile:module:function"),
+        ("./backend.py:function", "compile:./backend.py:function"),
+        ("retrograd-live:inductor+cudagraphs", "retrograd-live:inductor+cudagraphs"),
+        ("stock-ca:aot_eager", "stock-ca:aot_eager"),
+    ],
+)
+def test_a_backend_is_named_as_people_have_it(given: str, meant: str) -> None:
+    assert full_name(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("inductr", "inductor"),
+        ("retrograd-lve:eager", "retrograd-live:eager"),
+        ("planted:scal-grad", "planted:scale-grad"),
+    ],
+)
+def test_an_unknown_name_proposes_those_that_are_like_it(name: str, meant: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"did you mean .*{meant}"):
         resolve(name)

@@ -67,13 +67,19 @@ class Ablation:
         return cls(steps, data.get("stage", ""), data.get("operator", ""), data.get("how", ""))
 
 
-def ablate(program: Program, subject: str, device: torch.device, deep: bool = True) -> Ablation:
-    """Climbs the ladder up to the first rung that diverges, and, if `deep`, looks for the operator there."""
+def ablate(
+    program: Program, subject: str, device: torch.device, deep: bool = True, beyond: str = ""
+) -> Ablation:
+    """Climbs the ladder up to the first rung that diverges, and, if `deep`, looks for the operator there.
+    What the rungs up to the stage `beyond` show is another divergence: they are recorded, and no more.
+    """
     steps: list[Step] = []
-    for rung in ladder(subject):
+    rungs = ladder(subject)
+    first = 1 + next((place for place, rung in enumerate(rungs) if rung.stage == beyond), -1)
+    for place, rung in enumerate(rungs):
         row = _row(program, rung, device)
         steps.append(Step(rung.stage, rung.subject, row.verdict.value, row.symptom, row.reason))
-        if row.verdict.is_divergence and not row.set_aside:
+        if place >= first and row.verdict.is_divergence and not row.set_aside:
             found = Ablation(tuple(steps), _stage(rung, row))
             return _with_operator(found, program, rung, row, device) if deep else found
     return Ablation(tuple(steps))

@@ -36,6 +36,18 @@ CHECKS: dict[str, Check] = {
 }
 """In the order in which they run: the cheap ones first."""
 
+MEANINGS: dict[str, str] = {
+    "reuse": "code of an earlier call gives what a fresh compilation gives",
+    "recompiles": "calls of the same kind compile nothing more",
+    "warnings": "what eager warns of, it warns of",
+    "metamorphic": "identity hooks, divided losses and reordered statements change nothing",
+    "leaks": "no tensor stays alive",
+    "memory": "the peak is not far above eager's",
+    "cache": "a second process with filled caches gives the same",
+    "interrupts": "an exception between two instructions of a backward leaves nothing behind",
+}
+"""By check, what must hold."""
+
 
 def chosen(names: tuple[str, ...]) -> list[Check]:
     """The checks of these names, in their order; "all" is all of them."""

@@ -72,6 +72,8 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
     address: options.Address = None,
     gpus_per_worker: options.GpusPerWorker = 0.0,
     memory_limit: options.MemoryLimit = None,
+    strict: options.Strict = False,
+    only_stock_free: options.OnlyStockFree = False,
 ) -> None:
     """Draws programs at random and compares the subject with eager; shrinks and keeps what is new.
 
@@ -84,6 +86,7 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
       gradparity fuzz -s compile:my_backend --cases 500 --seed 7 --policy views
     """
     console = options.console()
+    blame = options.blame(strict, only_stock_free)
     with options.errors(console):
         named = options.device_name(device)
         limit = memory_limit or (MOST_MEMORY if named == "cpu" else None)
@@ -101,6 +104,7 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             resources=Resources(
                 executor, address, gpus_per_worker, None if limit is None else int(limit * 2**30)
             ),
+            blame=blame,
         )
         with started(finds, campaign(wanted)) as progress, watching(console) as view:
             kept = Kept(Folder(finds), console)
@@ -110,13 +114,23 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
         if summary.ending.broken:
             raise StoreFullError(summary.ending.broken)
         Files(json_file, report_file).write(summary.rows)
-    answers = resolve(subject).accountable and bool(summary.finds)
+    answers = resolve(subject, blame).accountable and bool(summary.finds)
     raise typer.Exit(2 if summary.ending.interrupted else (int(answers) if summary.cases else 5))
 
 
 def campaign(wanted: FuzzOptions) -> dict[str, Any]:
     """What decides a campaign, in plain data."""
-    names = ("subject", "seed", "minutes", "cases", "policies", "device", "timeout", "shrink_seconds")
+    names = (
+        "subject",
+        "seed",
+        "minutes",
+        "cases",
+        "policies",
+        "device",
+        "timeout",
+        "shrink_seconds",
+        "blame",
+    )
     return {name: getattr(wanted, name) for name in names}
 
 

@@ -45,7 +45,9 @@ def list_(
         elif subjects_only:
             subjects()
         else:
-            for name in corpus or corpora_registry.NAMED:
+            names = corpus or list(corpora_registry.NAMED)
+            options.tell_unmatched(match, names)
+            for name in names:
                 for address in _addresses(name, Match(tuple(match or EVERY)), samples):
                     typer.echo(address)
 

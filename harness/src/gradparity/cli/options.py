@@ -6,7 +6,7 @@ In: values from the command line. Out: annotated types for parameters; contexts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -16,9 +16,13 @@ import torch
 import typer
 from rich.console import Console
 
+from gradparity.checks.registry import MEANINGS
 from gradparity.cli import completion
 from gradparity.cli.app import USAGE_ERROR
+from gradparity.corpus import registry as corpora
 from gradparity.errors import GradparityError, StoreFullError, UnknownNameError
+from gradparity.subjects.base import Blame
+from gradparity.subjects.registry import full_name
 
 PIPE_WIDTH = 140
 WRITE_ERROR = 3
@@ -32,11 +36,24 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+def _full_names(given: list[str] | str | None) -> list[str] | str | None:
+    return [full_name(name) for name in given] if isinstance(given, list) else given and full_name(given)
+
+
+NAMES = "a subject's name, or a backend's: registered, MODULE:FUNCTION or FILE.py:FUNCTION"
 Subjects = Annotated[
     list[str],
-    typer.Option("--subject", "-s", help="a subject's name; repeatable", autocompletion=completion.subject),
+    typer.Option(
+        "--subject",
+        "-s",
+        help=f"{NAMES}; repeatable",
+        autocompletion=completion.subject,
+        callback=_full_names,
+    ),
 ]
-_SUBJECT = typer.Option("--subject", "-s", help="a subject's name", autocompletion=completion.subject)
+_SUBJECT = typer.Option(
+    "--subject", "-s", help=NAMES, autocompletion=completion.subject, callback=_full_names
+)
 Subject = Annotated[str, _SUBJECT]
 OneSubject = Annotated[str | None, _SUBJECT]
 Corpora = Annotated[
@@ -81,9 +98,14 @@ Checks = Annotated[
     list[str] | None,
     typer.Option(
         "--check",
-        help="check more: reuse, recompiles, warnings, metamorphic, leaks, memory, cache, interrupts, all",
+        help=f"check more of cases that agree; repeatable. {'; '.join(map(': '.join, MEANINGS.items()))}",
         autocompletion=completion.check,
     ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="every divergence fails, stock's own as well")]
+OnlyStockFree = Annotated[
+    bool,
+    typer.Option("--only-stock-free", help="fail only for cases in which stock agrees with eager"),
 ]
 Ablate = Annotated[bool, typer.Option("--ablate", help="say which stage breaks a case that diverges")]
 ExecutorOption = Annotated[str, typer.Option("--executor", help="where workers run: local or ray")]
@@ -91,6 +113,13 @@ Address = Annotated[str | None, typer.Option("--address", help="address of the R
 GpusPerWorker = Annotated[
     float, typer.Option("--gpus-per-worker", min=0.0, help="share of a GPU for each Ray worker")
 ]
+
+
+def blame(strict: bool, only_stock_free: bool) -> Blame:
+    """The policy that is meant; the stricter one, if it is both."""
+    if strict:
+        return Blame.strict
+    return Blame.only_stock_free if only_stock_free else Blame.own
 
 
 def console() -> Console:
@@ -108,6 +137,12 @@ def device_name(device: Device) -> str:
     if device is Device.cuda and not torch.cuda.is_available():
         raise UnknownNameError("device", "cuda", ["cpu"])
     return device.value
+
+
+def tell_unmatched(match: Iterable[str] | None, names: Iterable[str]) -> None:
+    """Says which globs match no case of these corpora, and what they may have meant."""
+    for error in corpora.unmatched(match or (), names):
+        typer.echo(f"nothing matches: {error}", err=True)
 
 
 @contextmanager

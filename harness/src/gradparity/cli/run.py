@@ -44,12 +44,17 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
     fresh: options.Fresh = False,
     check: options.Checks = None,
     ablate: options.Ablate = False,
+    strict: options.Strict = False,
+    only_stock_free: options.OnlyStockFree = False,
     memory_limit: options.MemoryLimit = None,
     executor: options.ExecutorOption = "local",
     address: options.Address = None,
     gpus_per_worker: options.GpusPerWorker = 0.0,
 ) -> None:
     """Runs subjects over corpora, prints the table and the divergences, and exits as pytest would.
+
+    It exits with 1 if a subject diverges, unless the stage of stock torch before it (aot_eager, for a
+    backend) shows the same, or the file of --expected lists it. --strict fails what stock shows as well.
 
     With --store, results are kept as they come: the same command goes on where it was interrupted or killed.
 
@@ -76,10 +81,13 @@ def run(  # noqa: PLR0913 - a command has as many parameters as options
             fresh=fresh,
             checks=tuple(check or ()),
             ablate=ablate,
+            blame=options.blame(strict, only_stock_free),
             resources=Resources(executor, address, gpus_per_worker, memory),
         )
         known = expected.load(expected_file) if expected_file is not None else None
         result, history = through(plan, known, store, console)
+        if not result.rows:
+            options.tell_unmatched(match, plan.corpora)
         print_campaign(console, plan, result)
         Files(json_file, report_file, junit_file).write(result.rows, history, result.errors)
     raise typer.Exit(result.exit_code)

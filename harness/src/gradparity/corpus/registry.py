@@ -8,13 +8,13 @@ without arguments that returns a Corpus), folders, and the finds of a store.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.metadata import entry_points
 
 import torch
 
-from gradparity.case import SEPARATOR, Case
+from gradparity.case import SEPARATOR, Case, Match
 from gradparity.corpus.autograd_function_db import autograd_function_db
 from gradparity.corpus.base import Addressed, Corpus, Program
 from gradparity.corpus.demo import DemoCorpus
@@ -109,6 +109,14 @@ def program(case: Case, device: torch.device) -> Program:
         found += 1
     known = [f"{case.corpus}::{case.name}::0 … {found - 1}"] if found else []
     raise UnknownNameError("case", case.address, known)
+
+
+def unmatched(globs: Iterable[str], names: Iterable[str]) -> list[UnknownNameError]:
+    """For each glob that takes no chunk of these corpora, an error that proposes names like it."""
+    chunks = [(name, chunk) for name in names for chunk in corpus(name).chunks()]
+    known = list(dict.fromkeys(chunk for _, chunk in chunks))
+    missing = [glob for glob in globs if not any(Match((glob,)).takes_chunk(*place) for place in chunks)]
+    return [UnknownNameError("case", (glob.split(SEPARATOR) * 2)[1].strip("*"), known) for glob in missing]
 
 
 def imported_by(case: str) -> str:

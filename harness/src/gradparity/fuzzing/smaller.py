@@ -32,6 +32,7 @@ from gradparity.shrink.question import still_diverges
 from gradparity.shrink.read import from_source
 from gradparity.shrink.shrinker import Question, Shrinker, Shrunk
 from gradparity.signature import signature_of
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row
 from gradparity.work import Task, judged, quiet
@@ -42,11 +43,12 @@ LEAST, TIMES = 5.0, 4.0
 
 @dataclass(frozen=True)
 class Effort:
-    """What goes into it: the limit of one run, and of the whole."""
+    """What goes into it: the limit of one run, and of the whole. `blame`: for what the subject answers."""
 
     device: str
     timeout: float
     seconds: float
+    blame: str = Blame.own
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Smaller:
     def _question(self, subject: str) -> Question:
         """Whether a script diverges alike under this subject; no, if that ended a worker."""
         alike = still_diverges(
-            self._found, self._case, resolve(subject), torch.device(self._effort.device), self._limit
+            self._found, self._case, self._subject(subject), torch.device(self._effort.device), self._limit
         )
         return lambda script: self._may_run(subject, script, self._limit) and alike(script)
 
@@ -134,8 +136,11 @@ class Smaller:
         subject, limit = self._find.subject, self._effort.timeout
         if not self._may_run(f"confirmed {subject}", script, limit):
             return self._find.row
-        row = judged(scripted(self._case, script), resolve(subject), torch.device(self._effort.device))
+        row = judged(scripted(self._case, script), self._subject(subject), torch.device(self._effort.device))
         return row if signature_of(row) == signature_of(self._find.row) else self._find.row
+
+    def _subject(self, name: str) -> Subject:
+        return resolve(name, Blame(self._effort.blame))
 
     def _may_run(self, how: str, script: Script, limit: float) -> bool:
         """Whether this did not end a worker; announces it."""
@@ -169,7 +174,8 @@ def smaller_unit(unit: Unit, emit: Emit) -> bool:
     effort, begun = Effort(**payload.pop("effort")), payload.pop("begun")
     task = Task(**payload)
     quiet()
-    case, device, subject = Case.parse(task.case, task.seed), torch.device(task.device), resolve(task.subject)
+    case, device = Case.parse(task.case, task.seed), torch.device(task.device)
+    subject = resolve(task.subject, Blame(task.blame))
     program = corpora.program(case, device)
     script = from_source(runnable(program)).model_copy(update={"fp64": program.fp64, "cold": program.cold})
     emit("start", 0, {"case": case.address, "seed": case.seed})

@@ -29,7 +29,7 @@ from gradparity.generate.draw import drawn_and_run
 from gradparity.generate.script import Script
 from gradparity.shrink.features import features
 from gradparity.signature import Signature, signature_of
-from gradparity.subjects.base import Subject
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import tidy_now_and_then
 from gradparity.verdict import Verdict, row_of
@@ -46,7 +46,8 @@ BROKEN = "broken-case"
 @dataclass(frozen=True)
 class FuzzTask:
     """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
-    plain data; `begun`: how far an earlier worker came with making the one case smaller.
+    plain data; `begun`: how far an earlier worker came with making the one case smaller; `blame` is as in
+    `Task`.
     """
 
     subject: str
@@ -60,6 +61,7 @@ class FuzzTask:
     known: list[dict[str, Any]] = field(default_factory=list)
     skip: list[int] = field(default_factory=list)
     begun: dict[str, Any] | None = None
+    blame: str = Blame.own
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -76,7 +78,7 @@ class FuzzTask:
 def fuzz_unit(unit: Unit, emit: Emit) -> bool:
     """Runs the unit's task; see `executors.unit.RunUnit`."""
     task = FuzzTask(**unit.payload)
-    subject = resolve(task.subject)
+    subject = resolve(task.subject, Blame(task.blame))
     known = [Signature.from_json(item) for item in task.known]
     quiet()
     for step in range(unit.start, task.count):
@@ -143,7 +145,7 @@ def _news(
     tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
     if _is_covered(signature, known) or tiring:
         return None
-    effort = Effort(task.device, task.timeout, task.shrink_seconds)
+    effort = Effort(task.device, task.timeout, task.shrink_seconds, task.blame)
     begun = Begun(**task.begun) if task.begun else None
     find, _ = Smaller(as_drawn(case, script, found), found, effort, begun, announce).made()
     if _is_covered(find.signature, known):

@@ -7,6 +7,8 @@ does what eager does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gradparity.case import Case
@@ -25,6 +27,7 @@ def still_diverges(
 ) -> Question:
     """Whether a script diverges as the comparison `found` did."""
     wanted, raised = signature_of(found.row), _raised(found)
+    knows_stage = subject.name == found.row.subject and wanted.stage
 
     def asked(script: Script) -> bool:
         try:
@@ -32,7 +35,8 @@ def still_diverges(
                 other = compare(scripted(case, script), subject, device, confirm=False)
         except (CaseTimeout, Exception):  # out of time, or so odd that it cannot be judged
             return False
-        return not other.row.set_aside and signature_of(other.row) == wanted and _raised(other) == raised
+        shown = signature_of(other.row if knows_stage else replace(other.row, stage=wanted.stage))
+        return not other.row.set_aside and shown == wanted and _raised(other) == raised
 
     return asked
 

@@ -6,18 +6,32 @@ did. What a subclass may override stands in `probe.Way` and `observe.Observed`, 
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from gradparity.errors import ReproError
 from gradparity.observe import Observed
+
+
+class Blame(StrEnum):
+    """For which divergences a subject answers, if there is a stage of stock torch to compare it with."""
+
+    own = "own"
+    """For what that stage does not show as well, observation by observation."""
+    only_stock_free = "only-stock-free"
+    """For cases in which that stage shows no divergence at all."""
+    strict = "strict"
+    """For all."""
 
 
 class Subject(Observed):
     """Runs everything as eager does; the base of all others.
 
     `bitwise`: promises gradients equal to eager's to the bit. `accountable`: its unexpected divergences
-    fail a run; all subjects are accountable but eager and stock torch. `may_refuse`: an error that says
-    "not supported" counts as UNSUPPORTED rather than DIVERGE.
+    fail a run; all subjects are accountable but eager and the stages of stock torch that others are compared
+    with. `may_refuse`: an error that says "not supported" counts as UNSUPPORTED rather than DIVERGE.
     `own_random`: it draws other random numbers than eager. `stock`: the subject with the same forward and
-    torch's own backward, where that forward is not eager's. `answers_for_silent`: it answers for what
+    torch's own backward, where that forward is not eager's; of a backend, the stage of stock torch before it.
+    `stage`: what this subject does that `stock` does not. `answers_for_silent`: it answers for what
     `stock` does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with
     the same code generator: where a value is as near to float64 as stock's, or both are near to eager's,
     the difference is the generator's.
@@ -30,9 +44,17 @@ class Subject(Observed):
     stock: Subject | None = None
     answers_for_silent: bool = False
     rounds_as: Subject | None = None
+    stage: str = ""
+    blame: Blame = Blame.own
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def answers_for(self, blame: Blame) -> None:
+        """Sets another policy than the subject's own."""
+        self.blame = blame
+        if blame is Blame.strict:
+            self.accountable, self.stock = True, None
 
     @property
     def script(self) -> str:

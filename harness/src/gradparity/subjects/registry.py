@@ -3,8 +3,9 @@
 In: "eager", "stock-ca:inductor", "retrograd-live:eager",
 "retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
 "retrograd-compile+live:eager", "retrograd-step:eager", "compile:<backend>", "planted:<fault>",
-"import:<module>:<class>"; "retrograd-live:" and "retrograd-aot:" also with flags, as in
-"retrograd-live:inductor+cudagraphs". Out: a Subject. Raises UnknownNameError for anything else.
+"import:<module>:<class>"; a backend without "compile:" in front; "retrograd-live:" and "retrograd-aot:" also
+with flags, as in "retrograd-live:inductor+cudagraphs". Out: a Subject. Raises UnknownNameError for anything
+else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 from collections.abc import Callable
 
 from gradparity.errors import UnknownNameError
-from gradparity.subjects.base import Subject
+from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.flags import backend_and_options, flagged, without_flags
 from gradparity.subjects.planted import FAULTS, planted
@@ -27,7 +28,7 @@ from gradparity.subjects.retrograd_aot import (
 )
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
-from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, VendorCompile, function_at
+from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, function_at
 from gradparity.subjects.stock_passes import StockPasses
 
 
@@ -74,8 +75,9 @@ NAMED: dict[str, Callable[[str], Subject]] = {
 }
 
 FORMS = {
-    "compile:<backend>": "torch.compile with any registered backend; one that is not torch's fails a run",
+    "compile:<backend>": "torch.compile with any registered backend",
     "compile:<module>:<function>": "the same, not registered; also compile:FILE.py:FUNCTION",
+    "<backend>": "the same as compile:<backend>, if no subject has this name",
     "compile:<backend>+random": "the same, drawing random numbers of its own",
     "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
@@ -83,8 +85,22 @@ FORMS = {
 }
 
 
-def resolve(name: str) -> Subject:
-    """The subject of this name."""
+def full_name(name: str) -> str:
+    """The name with "compile:" in front, if it is none of a subject but, perhaps, of a backend."""
+    forms = {form.partition(":")[0] for form in FORMS if ":" in form}
+    is_subject = name in NAMED or without_flags(name) in NAMED or name.partition(":")[0] in forms
+    return name if is_subject else f"compile:{name}"
+
+
+def resolve(name: str, blame: Blame = Blame.own) -> Subject:
+    """The subject of this name, which answers by this policy."""
+    subject = _made(full_name(name))
+    if blame is not Blame.own:
+        subject.answers_for(blame)
+    return subject
+
+
+def _made(name: str) -> Subject:
     if (plain := without_flags(name)) in NAMED and NAMED[plain] in (_live, _ahead):
         return NAMED[plain](name)
     if name in NAMED:
@@ -98,7 +114,7 @@ def resolve(name: str) -> Subject:
         return planted(name, rest)
     if form == "import":
         return _imported(name, rest)
-    raise UnknownNameError("subject", name, [*NAMED, *FORMS])
+    raise UnknownNameError("subject", name, [*NAMED, *FORMS, *(f"planted:{fault}" for fault in FAULTS)])
 
 
 def _halves(name: str) -> tuple[str, str]:
@@ -116,20 +132,10 @@ def _compile(name: str, backend: str) -> Subject:
         try:
             function_at(place)
         except Exception as error:  # whatever the module raises
-            why = f"{place} ({type(error).__name__}: {error})"
-            raise UnknownNameError("torch.compile backend", why, [_WAYS]) from error
-        return VendorCompile(name, place, own_random)
-    made = StockCompile if place in _TORCHS else VendorCompile
-    return made(name, _registered(place), own_random)
-
-
-#: torch's own backends, which answer for nothing.
-_TORCHS = frozenset({
-    "aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_crossref",
-    "aot_eager_decomp_partition_with_mode", "aot_eager_default_partitioner", "aot_ts", "cudagraphs", "eager",
-    "eager_debug", "eager_noexcept", "inductor", "invoke_subgraph", "onnxrt", "openxla", "openxla_eval",
-    "pre_dispatch_eager", "tensorrt", "ts", "tvm",
-})  # fmt: skip
+            why = f"{type(error).__name__}: {error}"
+            raise UnknownNameError("torch.compile backend", place, [_WAYS, *NAMED], why) from error
+        return StockCompile(name, place, own_random)
+    return StockCompile(name, _registered(place), own_random)
 
 
 #: how a backend is named that torch does not have.
@@ -142,7 +148,7 @@ def _registered(backend: str) -> str:
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
-        raise UnknownNameError("torch.compile backend", backend, [_WAYS, *known])
+        raise UnknownNameError("torch.compile backend", backend, [_WAYS, *known, *NAMED])
     return backend
 
 

@@ -6,10 +6,8 @@ In: a backend's name. Out: subjects "stock-compile:<backend>", "stock-ca:<backen
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
+import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,9 +32,7 @@ def by_subject(target):
 """
 BY_FUNCTION = """
 def by_subject(target):
-    from gradparity.subjects.stock import function_at
-
-    return torch.compile(target, backend=function_at({place!r}))
+    return torch.compile(target, backend=getattr(module_at({module!r}, {folder!r}), {function!r}))
 """
 BY_COMPILED_AUTOGRAD = """
 def around_backward():
@@ -90,24 +86,8 @@ class DynamoSubject(Subject):
 
 
 class StockCompile(DynamoSubject):
-    """torch.compile of the program's functions and modules; plain backward."""
-
-    @property
-    def script(self) -> str:
-        """As a user calls torch.compile."""
-        random = "" if self.own_random else FALLBACK_RANDOM
-        return BY_COMPILE.format(backend=self.backend) + "\n" + random
-
-    def compile(self, target: T) -> T:
-        """The function or module under torch.compile."""
-        compiler: Any = torch.compile
-        compiled: T = compiler(target, backend=self.backend)
-        return compiled
-
-
-class VendorCompile(StockCompile):
-    """torch.compile with a backend that is not torch's own: it answers for its divergences, but not for those
-    that stock has without a code generator.
+    """torch.compile of the program's functions and modules; plain backward. A backend answers for its
+    divergences, but not for those that stock has without a code generator.
 
     Args:
         name: of the subject.
@@ -115,26 +95,54 @@ class VendorCompile(StockCompile):
         own_random: whether it draws other random numbers than eager.
     """
 
-    accountable = True
-
     def __init__(self, name: str, backend: str, own_random: bool = False) -> None:
         super().__init__(name, backend, own_random)
-        self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
+        self.stage = STAGES.get(backend, backend)
+        if backend not in STAGES:
+            self.accountable = True
+            self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
 
     @property
     def script(self) -> str:
         """As a user calls torch.compile."""
+        random = "" if self.own_random else FALLBACK_RANDOM
         if ":" not in self.backend:
-            return super().script
-        return BY_FUNCTION.format(place=self.backend) + "\n" + ("" if self.own_random else FALLBACK_RANDOM)
+            return BY_COMPILE.format(backend=self.backend) + "\n" + random
+        module, _, function = self.backend.rpartition(":")
+        called = BY_FUNCTION.format(module=module, function=function, folder=os.getcwd())
+        return f"{inspect.getsource(module_at)}\n\n{called}\n{random}"
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
-        if ":" not in self.backend:
-            return super().compile(target)
         compiler: Any = torch.compile
-        compiled: T = compiler(target, backend=function_at(self.backend))
+        backend: Any = function_at(self.backend) if ":" in self.backend else self.backend
+        compiled: T = compiler(target, backend=backend)
         return compiled
+
+
+STAGES = {"eager": "dynamo", "aot_eager": "aot_eager"}
+"""Backends that generate no code, and the stages that they show: nothing before them could be blamed."""
+
+
+def module_at(module: str, folder: str) -> Any:
+    """The module of this name, or the file ``name.py``, as seen from the folder."""
+    import importlib.util
+    import os
+    import sys
+
+    path = os.path.join(folder, module)
+    home = os.path.dirname(path) if module.endswith(".py") else folder
+    if home not in sys.path:
+        sys.path.append(home)
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3], path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 @functools.cache
@@ -145,17 +153,9 @@ def function_at(place: str) -> Callable[..., Any]:
         ImportError, AttributeError: there is none.
     """
     module, _, function = place.rpartition(":")
-    if module.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-        if spec is None or spec.loader is None or not Path(module).is_file():
-            raise ImportError(f"there is no file {module}")
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-    else:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        loaded = importlib.import_module(module)
-    found: Any = getattr(loaded, function)
+    if module.endswith(".py") and not Path(module).is_file():
+        raise ImportError(f"there is no file {module}")
+    found: Any = getattr(module_at(module, os.getcwd()), function)
     if not callable(found):
         raise AttributeError(f"{function} of {module} is no function, but a {type(found).__name__}")
     made: Callable[..., Any] = found
@@ -163,7 +163,14 @@ def function_at(place: str) -> Callable[..., Any]:
 
 
 class StockCompiledAutograd(DynamoSubject):
-    """Eager forward; stock compiled autograd around the backward."""
+    """Eager forward; stock compiled autograd around the backward. It answers as `StockCompile` does."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(name, backend)
+        self.stage = "capture" if backend == "eager" else backend
+        if backend not in STAGES:
+            self.accountable = True
+            self.stock = StockCompiledAutograd("stock-ca:aot_eager", "aot_eager")
 
     @property
     def script(self) -> str:

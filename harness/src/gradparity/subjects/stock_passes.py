@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradparity.errors import ReproError
-from gradparity.subjects.stock import DynamoSubject
+from gradparity.subjects.stock import DynamoSubject, StockCompile
 
 T = TypeVar("T")
 
@@ -23,6 +23,8 @@ class StockPasses(DynamoSubject):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "inductor")
+        self.stage, self.accountable = "passes", True
+        self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
 
     @property
     def script(self) -> str:
