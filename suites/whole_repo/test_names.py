@@ -116,6 +116,8 @@ def missing_paths(text: str, document: Path) -> Iterator[str]:
 MADE = {"architecture.md", "contributing.md", "changelog.md"} | {
     "report.html",
     "results.db",
+    "conformance.json",
+    "conformance.svg",
     "out.html",
     "step.rg",
     ".asv/comparison.txt",

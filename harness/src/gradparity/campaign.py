@@ -147,9 +147,13 @@ class Corpora:
 
     def __init__(self, plan: Plan, campaign: Campaign) -> None:
         self._plan, self._campaign = plan, campaign
-        self._units = units(plan)
+        self._units = self.planned()
         self._steps: Counter[str] = Counter()
         campaign.total = len(self._units)
+
+    def planned(self) -> list[Unit]:
+        """The units of the plan."""
+        return units(self._plan)
 
     def rounds(self) -> Iterator[list[Unit]]:
         """All units that are not finished, from the first step that is not."""
@@ -213,14 +217,16 @@ def run(
     known: Known | None = None,
     listen: Callable[[Campaign, Entry | None], None] = lambda campaign, entry: None,
     progress: Progress | None = None,
+    source: Callable[[Plan, Campaign], Corpora] = Corpora,
 ) -> Campaign:
-    """Runs the plan. Without a file of what is known, fallbacks are held against nobody. An interrupt
-    (Ctrl-C) ends it early with the rows so far; with a store, the next run continues there.
+    """Runs the plan, its units as the source plans them. Without a file of what is known, fallbacks are held
+    against nobody. An interrupt (Ctrl-C) ends it early with the rows so far; with a store, the next run
+    continues there.
     """
     accountable = frozenset(name for name in plan.subjects if resolve(name, plan.blame).accountable)
     campaign = Campaign(accountable=accountable)
     where = Where(plan.processes, plan.grace, plan.resources)
-    campaign.ending = through(Corpora(plan, campaign), where, partial(listen, campaign), progress)
+    campaign.ending = through(source(plan, campaign), where, partial(listen, campaign), progress)
     if known is not None:
         campaign.rows = known.mark(campaign.rows, accountable)
         complete = not campaign.ending.interrupted

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradparity.cli.app import app
+from gradparity.cli.conform import conform
 from gradparity.cli.demo import demo
 from gradparity.cli.doctor import doctor
 from gradparity.cli.fuzz import fuzz
@@ -22,6 +23,7 @@ from gradparity.cli.stores import merge, replay, report
 COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "run": run,
+    "conform": conform,
     "fuzz": fuzz,
     "show": show,
     "replay": replay,

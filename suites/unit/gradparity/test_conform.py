@@ -1,0 +1,213 @@
+"""Conformance: levels, what a planted backend fails, the file, the badge, the comparison of two runs."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradparity.cli import app
+from gradparity.conform import run as conform_run
+from gradparity.conform.badge import badge
+from gradparity.conform.levels import (
+    LEVELS,
+    MOST_SCENARIOS,
+    level_of_case,
+    level_of_symptom,
+    places,
+    spread,
+)
+from gradparity.conform.outcome import Conformance, read
+from gradparity.corpus.registry import corpus
+
+CHOSEN = [
+    ("op_db", "sin"),
+    ("scenarios", "aot_accumulates_into_a_given_gradient"),
+    ("scenarios", "aot_one_tensor_twice"),
+    ("scenarios", "compiled_none_to_a_hooked_leaf"),
+    ("scenarios", "aot_number_computed_from_another"),
+    ("scenarios", "aot_sums_with_hooks_on_every_leaf"),
+]
+"""At least one case of each level; stock's aot_eager calls the hooks of the last in another order."""
+
+BACKENDS = """
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
+
+
+def plain(gm, inputs):
+    return make_boxed_func(gm.forward)
+
+
+def larger(gm, inputs):
+    return make_boxed_func(lambda *args: [one if one is None else one * 1.01 for one in gm(*args)])
+
+
+scaled = aot_autograd(fw_compiler=plain, bw_compiler=larger)
+
+
+def hookless(gm, inputs):
+    compiled = aot_eager(gm, inputs)
+
+    def run(*args):
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                one._backward_hooks = None
+        return compiled(*args)
+
+    return run
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with two wrong backends, and a choice of few cases."""
+    (tmp_path / "planted_backends.py").write_text(BACKENDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(conform_run, "places", lambda: CHOSEN)
+    return tmp_path
+
+
+def conform(*words: str) -> Result:
+    return CliRunner().invoke(app, ["conform", *words], env={"COLUMNS": "150"})
+
+
+def judged(backend: str, out: str, *words: str) -> tuple[Result, Conformance]:
+    result = conform("-b", backend, "-n", "0", "--device", "cpu", "--out", out, *words)
+    return result, read(Path(out) / "conformance.json")
+
+
+def failed(found: Conformance) -> dict[int, int]:
+    """By level, how many cases fail; only levels with failures."""
+    return {level: n for level in range(len(LEVELS)) if (n := found.count(level)["failed"])}
+
+
+def test_gradients_that_are_one_percent_too_large_fail_level_1(home: Path) -> None:
+    result, found = judged("planted_backends.py:scaled", "out")
+    assert (result.exit_code, found.reached) == (1, 0), result.output
+    assert found.count(0) == {"passed": 1}
+    assert failed(found)[1] == 2
+    assert "grad-values  op_db::sin::0" in result.stdout
+    assert "is as eager up to level 0" in result.stdout
+
+
+def test_dropped_hooks_fail_level_3_only(home: Path) -> None:
+    result, found = judged("planted_backends:hookless", "out")
+    assert (result.exit_code, failed(found), found.reached) == (1, {3: 1}, 2), result.output
+    assert found.count(3)["stock's own"] == 1
+    assert "hook-count  scenarios::compiled_none_to_a_hooked_leaf" in result.stdout
+
+
+def test_a_stage_of_stock_passes_what_it_passes(home: Path) -> None:
+    result, found = judged("aot_eager", "out")
+    assert (result.exit_code, failed(found), found.reached) == (0, {}, 4), result.output
+    assert [found.count(level) for level in range(5)] == [
+        {"passed": 1},
+        {"passed": 2},
+        {"passed": 1},
+        {"passed": 1, "stock's own": 1},
+        {"passed": 1},
+    ]
+    strict, found = judged("aot_eager", "out", "--strict")
+    assert (strict.exit_code, failed(found), found.reached) == (1, {3: 1}, 2)
+
+
+def test_two_runs_write_the_same_file_and_differ_in_nothing(home: Path) -> None:
+    texts = []
+    for out in ("one", "two"):
+        judged("planted_backends.py:scaled", out)
+        texts.append(Path(out, "conformance.json").read_text())
+    assert texts[0] == texts[1]
+    head = json.loads(texts[0])
+    assert (head["reached"], head["backend"], head["cases"]) == (0, "planted_backends.py:scaled", 6)
+    assert head["versions"]["torch"]
+    result = conform("--compare", "one/conformance.json", "two/conformance.json")
+    assert (result.exit_code, "fails now: 0" in result.stdout) == (0, True)
+
+
+def test_a_comparison_shows_what_broke_and_what_is_mended(home: Path) -> None:
+    judged("planted_backends.py:scaled", "wrong")
+    judged("aot_eager", "right")
+    files = ["right/conformance.json", "wrong/conformance.json"]
+    result = conform("--compare", *files)
+    assert (result.exit_code, "level reached: 4 → 0" in result.stdout) == (1, True)
+    assert "fails now: 6" in result.stdout
+    assert "  op_db::sin::0  grad-values" in result.stdout
+    result = conform("--compare", *reversed(files))
+    assert (result.exit_code, "level reached: 0 → 4" in result.stdout) == (0, True)
+    assert "mended: 6" in result.stdout
+
+
+def test_an_expected_file_works_for_every_backend(home: Path) -> None:
+    entry = 'subject = "compile:*"\ncase = "*"\nverdict = "{}"\nreason = "r"\nlink = "l"\ndate = "d"\n'
+    Path("known.toml").write_text("[[expected]]\n" + entry.format("HOOK_ORDER"))
+    result, found = judged("planted_backends.py:hookless", "out", "--expected", "known.toml")
+    assert (result.exit_code, failed(found), found.count(3)["expected"]) == (0, {}, 2), result.output
+
+
+def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, found = judged("eager", "out", "--minutes", "0.1")
+    assert (result.exit_code, found.planned, found.cases) == (0, 6, 1)
+    assert "1 cases; 5 cases had no time" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-b", "inductr"), "did you mean  inductor"),
+        (("-b", "none.py:f"), "there is no file none.py"),
+        ((), "name a --backend"),
+        (("--compare", "none.json", "none.json"), "cannot read none.json"),
+        (("--compare", "planted_backends.py", "planted_backends.py"), "is no conformance run"),
+    ],
+)
+def test_usage_errors_are_one_line_and_4(home: Path, words: tuple[str, ...], said: str) -> None:
+    result = conform(*words)
+    assert (result.exit_code, said in result.stderr) == (4, True), result.output
+
+
+def test_the_cases_are_spread_evenly_over_levels_and_corpora() -> None:
+    chosen = places()
+    assert len(set(chosen)) == len(chosen) == len(places())
+    known = {name: set(corpus(name).chunks()) for name, _ in chosen}
+    assert all(chunk in known[name] for name, chunk in chosen)
+    first = Counter(level_of_case("::".join(place)) for place in chosen[:250])
+    assert first == dict.fromkeys(range(5), 50)
+    whole = Counter(level_of_case("::".join(place)) for place in chosen)
+    assert min(whole.values()) > 100
+    assert whole[4] <= MOST_SCENARIOS
+    assert spread(list(range(10))) == [0, 8, 4, 2, 6, 1, 9, 5, 3, 7]
+    assert (spread([]), spread([7])) == ([], [7])
+
+
+@pytest.mark.parametrize(
+    ("symptom", "case", "level"),
+    [
+        ("values", "op_db::sin::0", 0),
+        ("raises RuntimeError", "op_db::sin::0", 0),
+        ("grad-values", "op_db::sin::0", 1),
+        ("grad-strides", "op_db::sin::0", 2),
+        ("random-state", "op_db::dropout::0", 2),
+        ("hook-order", "scenarios::aot_number_computed_from_another", 3),
+        ("grad-values", "scenarios::compiled_none_to_a_hooked_leaf", 3),
+        ("grad-values", "scenarios::aot_number_computed_from_another", 4),
+        ("grad-none", "scenarios::aot_accumulates_into_a_given_gradient", 1),
+    ],
+)
+def test_a_divergence_counts_at_the_level_that_it_belongs_to(symptom: str, case: str, level: int) -> None:
+    assert level_of_symptom(symptom, case) == level
+
+
+def test_the_badge_says_the_level_and_the_version(home: Path) -> None:
+    for backend, said in (("aot_eager", "level 4 of 4"), ("planted:scale-grad", "level 0 of 4")):
+        judged(backend, "out")
+        root = ElementTree.fromstring(Path("out", "conformance.svg").read_text())
+        label, text = [item.text for item in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert label.startswith("gradparity, torch 2.")
+        assert text == said
+    nothing = Conformance("b", {"torch": "2.13.0+cpu"}, "cpu", "own", 0)
+    assert "0 of 0 at level 0" in badge(nothing)
