@@ -71,6 +71,6 @@ def test_the_test_file_is_five_lines_and_passes(tmp_path: Path) -> None:
 
 def test_two_minutes_of_invented_programs_end_with_a_report(tmp_path: Path) -> None:
     done = run(COMMANDS[3], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: it found something of Inductor's own
     assert re.search(r"\d+ cases \(", done.stdout)
     assert "gradparity report" in (tmp_path / "out.html").read_text()

@@ -147,10 +147,12 @@ class FuzzSummary:
     def describe(self) -> str:
         """One line."""
         counted = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
+        own = sum(row.stocks_own for row in self.rows)
         return (
             f"{self.seconds:.0f} s, {self.cases} cases ({self.rate:.1f} a second, "
             f"{self.rejected_share:.1%} of drawings rejected): {counted or 'none yet'}; "
             f"{len(self.finds)} new, {self.repeated} known divergences"
+            + (f", {own} stock's own" if own else "")
         )
 
 

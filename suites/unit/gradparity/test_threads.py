@@ -16,6 +16,7 @@ from gradparity.case import Case
 from gradparity.corpus.registry import program
 from gradparity.corpus.threads import THREADS
 from gradparity.differential import compare
+from gradparity.subjects.base import Blame
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
@@ -32,7 +33,7 @@ def recorded(subject: str) -> dict[str, str]:
 
 
 def row(name: str, subject: str) -> Row:
-    return compare(program(Case("threads", name), CPU), resolve(subject), CPU).row
+    return compare(program(Case("threads", name), CPU), resolve(subject, Blame.strict), CPU).row
 
 
 def found(subject: str) -> dict[str, str]:

@@ -59,7 +59,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
         meant = named(case, subject, store, seed, trust)
         task = Task.of(meant.case, meant.subject, where.type, ablate=True)
         row = Row.from_json(next(apart([task], timeout)))
-        if not row.is_find:
+        if not (row.is_find or row.stocks_own):
             console.print(f"{row.verdict}: nothing to report", markup=False)
             raise typer.Exit(5)
         if row.symptom.endswith(OUTSIDE):
