@@ -6,8 +6,9 @@ In: a backend's name. Out: subjects "stock-compile:<backend>", "stock-ca:<backen
 from __future__ import annotations
 
 import functools
-import inspect
-import os
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -32,7 +33,15 @@ def by_subject(target):
 """
 BY_FUNCTION = """
 def by_subject(target):
-    return torch.compile(target, backend=getattr(module_at({module!r}, {folder!r}), {function!r}))
+    import {module}
+
+    return torch.compile(target, backend={module}.{function})
+"""
+BY_FILE = """
+def by_subject(target):
+    import runpy
+
+    return torch.compile(target, backend=runpy.run_path({module!r})[{function!r}])
 """
 BY_COMPILED_AUTOGRAD = """
 def around_backward():
@@ -109,8 +118,10 @@ class StockCompile(DynamoSubject):
         if ":" not in self.backend:
             return BY_COMPILE.format(backend=self.backend) + "\n" + random
         module, _, function = self.backend.rpartition(":")
-        called = BY_FUNCTION.format(module=module, function=function, folder=os.getcwd())
-        return f"{inspect.getsource(module_at)}\n\n{called}\n{random}"
+        file = module if module.endswith(".py") else f"{module}.py"
+        if Path(file).is_file():  # the script may be started in another folder
+            return BY_FILE.format(module=str(Path(file).resolve()), function=function) + "\n" + random
+        return BY_FUNCTION.format(module=module, function=function) + "\n" + random
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
@@ -124,27 +135,6 @@ STAGES = {"eager": "dynamo", "aot_eager": "aot_eager"}
 """Backends that generate no code, and the stages that they show: nothing before them could be blamed."""
 
 
-def module_at(module: str, folder: str) -> Any:
-    """The module of this name, or the file ``name.py``, as seen from the folder."""
-    import importlib.util
-    import os
-    import sys
-
-    path = os.path.join(folder, module)
-    home = os.path.dirname(path) if module.endswith(".py") else folder
-    if home not in sys.path:
-        sys.path.append(home)
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3], path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, loaded)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @functools.cache
 def function_at(place: str) -> Callable[..., Any]:
     """The function at ``module:function`` or ``file.py:function``; modules also in the working folder.
@@ -153,9 +143,19 @@ def function_at(place: str) -> Callable[..., Any]:
         ImportError, AttributeError: there is none.
     """
     module, _, function = place.rpartition(":")
-    if module.endswith(".py") and not Path(module).is_file():
-        raise ImportError(f"there is no file {module}")
-    found: Any = getattr(module_at(module, os.getcwd()), function)
+    path = Path(module).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    if path.suffix == ".py":
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ImportError(f"there is no file {module}")
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, loaded)
+        spec.loader.exec_module(loaded)
+    else:
+        loaded = importlib.import_module(module)
+    found: Any = getattr(loaded, function)
     if not callable(found):
         raise AttributeError(f"{function} of {module} is no function, but a {type(found).__name__}")
     made: Callable[..., Any] = found
