@@ -1,19 +1,24 @@
-"""handover: the files that a find leaves: a script, and a draft of an issue.
+"""handover: the files that a find leaves: scripts, and a draft of an issue.
 
-In: a judged case, a folder. Out: `repro_<signature>.py` and `issue_<signature>.md` there.
+In: a judged case, a folder. Out: `repro_<signature>.py`, which observes all that gradparity does;
+`short_<signature>.py`, the same as a person would write it; `issue_<signature>.md`.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 from torch.utils import collect_env
 
-from gradparity.errors import StoreFullError
+from gradparity.errors import CaseError, ReproError, StoreFullError
 from gradparity.finds import Judged
 from gradparity.issue.markdown import Find, markdown
-from gradparity.repro.script import script
+from gradparity.repro.script import runnable, script
+from gradparity.repro.short import short
+from gradparity.shrink.read import from_source
+from gradparity.sweep import DIFFERS, VERSIONS, said
 
 
 def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
@@ -22,11 +27,31 @@ def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
     return _written(path, script(found.program, found.subject, found.row, device, path.name))
 
 
-def write_issue(found: Judged, folder: Path, text: str, sweep: dict[str, str]) -> Path:
-    """Writes the draft around a script's text."""
+def write_short(found: Judged, folder: Path) -> Path | None:
+    """Writes the shortest script that differs when it is run, as the row says; None if there is none."""
+    path = folder / f"short_{label(found)}.py"
+    try:
+        for text in short(from_source(runnable(found.program)), found.subject, found.row):
+            _written(path, text)
+            told = said(Path(sys.executable), path)
+            raises = "raise" in found.row.symptom or "exception" in found.row.symptom
+            if told.startswith(DIFFERS) and ("raises" not in told or raises):
+                return path
+    except (CaseError, ReproError):
+        return None
+    path.unlink(missing_ok=True)
+    return None
+
+
+def write_issue(found: Judged, folder: Path, sweep: dict[str, str]) -> Path:
+    """Writes the draft. The scripts must stand in the folder."""
     environment = str(collect_env.get_pretty_env_info())
-    program = found.program
-    draft = markdown(Find(found.row, program.doc, text, environment, program.issue, sweep))
+    program, one = found.program, folder / f"short_{label(found)}.py"
+    text = one.read_text(encoding="utf-8") if one.is_file() else runnable(program)
+    attached = "" if one.is_file() else f"repro_{label(found)}.py"
+    draft = markdown(
+        Find(found.row, program.doc, text, environment, program.issue, sweep, attached, VERSIONS)
+    )
     return _written(folder / f"issue_{label(found)}.md", draft)
 
 

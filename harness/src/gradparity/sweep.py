@@ -32,6 +32,11 @@ def default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "gradparity" / "torch"
 
 
+def at_hand(folder: Path) -> list[str]:
+    """The versions whose environment is there."""
+    return [version for version in VERSIONS if (folder / version / "complete").is_file()]
+
+
 def sweep(
     script: Path, versions: list[str], folder: Path, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:

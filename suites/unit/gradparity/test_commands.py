@@ -146,15 +146,17 @@ def test_show_takes_a_case_apart() -> None:
     assert "broken by: aot_eager" in result.stdout
 
 
-def test_issue_writes_a_script_and_a_draft(tmp_path: Path) -> None:
-    result = invoke("issue", CASE, "-s", "compile:aot_eager", "--device", "cpu", "--out", str(tmp_path))
+def test_issue_writes_scripts_and_a_draft(tmp_path: Path) -> None:
+    words = ("-s", "compile:aot_eager", "--device", "cpu", "--out", str(tmp_path), "--seconds", "3")
+    result = invoke("issue", CASE, *words)
     assert (result.exit_code, "nothing was filed" in " ".join(result.stdout.split())) == (0, True), (
         result.stdout
     )
-    draft, script = sorted(tmp_path.iterdir())
-    assert (draft.suffix, script.suffix) == (".md", ".py")
-    assert script.read_text().strip() in draft.read_text()
-    assert "PyTorch version" in draft.read_text()
+    draft, long, short = sorted(tmp_path.iterdir())
+    assert [draft.suffix, long.name[:6], short.name[:6]] == [".md", "repro_", "short_"]
+    assert short.read_text().strip() in draft.read_text()
+    assert "First broken by: **aot_eager**" in draft.read_text()
+    assert "(here) | differs: " in draft.read_text()
     assert invoke("issue", CASE, "-s", "eager", "--device", "cpu", "--out", str(tmp_path)).exit_code == 5
 
 

@@ -11,7 +11,7 @@ from gradparity import sweep as sweep_module
 from gradparity.errors import SweepError
 from gradparity.issue.documentation import page
 from gradparity.issue.markdown import Find, markdown, title
-from gradparity.sweep import environment, said, sweep
+from gradparity.sweep import VERSIONS, at_hand, environment, said, sweep
 from gradparity.verdict import Row, Verdict
 
 ROW = Row(
@@ -60,20 +60,42 @@ ROW = Row(
 
 
 def draft(**more) -> str:
-    return markdown(Find(ROW, "Eager calls b first.", "print('a script')", "PyTorch version: 2", **more))
+    return markdown(
+        Find(
+            ROW, "Eager calls b first.", "print('a script')", "PyTorch version: 2", versions=VERSIONS, **more
+        )
+    )
 
 
-def test_the_parts_are_those_of_pytorchs_form_with_a_part_for_a_person_first() -> None:
-    heads = [line for line in draft().splitlines() if line.startswith("## ")]
-    assert heads == [
-        "## From the person who files this",
-        "## 🐛 Describe the bug",
-        "## Error logs",
-        "## Versions",
-    ]
-    human = draft().partition("## 🐛")[0].partition("files this")[2]
+FIELDS = ("Describe the bug", "Error logs", "Versions")
+"""The required fields of PyTorch's form for bugs of torch.compile (`pt2-bug-report.yml`), in its order."""
+
+
+def test_the_parts_are_those_of_pytorchs_form_with_one_for_a_person_last() -> None:
+    heads = [line.removeprefix("## ") for line in draft().splitlines() if line.startswith("## ")]
+    assert heads == ["🐛 Describe the bug", *FIELDS[1:], "From the person who files this"]
+    human = draft().partition("files this")[2].partition("---")[0]
     assert human.strip().startswith("<!--")
-    assert human.strip().endswith("-->")
+
+
+def test_the_program_comes_first_then_what_was_seen() -> None:
+    told = draft(sweep={"2.13.0": "differs"})
+    order = ["```python\nprint('a script')", "**Seen** under", "**Expected**", "### Ablation"]
+    order += ["### Versions of torch", "### Against float64", "### Hook timelines", "## Error logs"]
+    places = [told.index(text) for text in order]
+    assert places == sorted(places)
+    assert "gradparity" not in told.partition("\n---\n")[0]
+
+
+def test_triage_finds_the_program_the_stage_and_the_versions() -> None:
+    """Triage of torch.compile asks for a program that runs as it is, the first backend that breaks it, and
+    the output of `collect_env`.
+    """
+    told = draft()
+    program = told.partition("```python\n")[2].partition("```")[0]
+    compile(program, "draft", "exec")
+    assert "First broken by: **aot_eager**" in told
+    assert "PyTorch version" in told.partition("## Versions")[2]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +107,11 @@ def test_the_parts_are_those_of_pytorchs_form_with_a_part_for_a_person_first() -
         "!    1  tensor a (2)",
         "print('a script')",
         "subject: RuntimeError: no",
-        "grad x: off eager by 0.5, error against float64 0.5 (eager's own 1e-07, allowed 1e-05)",
+        "| grad x | float32 | 0.5 | 1e-07 | 0.5 | 1e-05 |",
         "PyTorch version: 2",
         "notes/autograd.html#backward-hooks-execution",
         "made by gradparity",
-        "Not swept.",
+        "Not tried: 2.9.1, 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0.",
         "Eager calls b first.",
     ],
 )
@@ -98,8 +120,9 @@ def test_it_says_what_a_maintainer_asks_for(text: str) -> None:
 
 
 def test_the_sweep_and_the_thread_stand_in_it() -> None:
-    text = draft(sweep={"2.12.0": "differs", "2.13.0": "agrees"}, issue="https://example.org/1")
-    assert "| 2.12.0 | differs |\n| 2.13.0 | agrees |" in text
+    text = draft(sweep={"2.12.0": "differs", "2.13.0+cpu (here)": "agrees"}, issue="https://example.org/1")
+    assert "| 2.12.0 | differs |\n| 2.13.0+cpu (here) | agrees |" in text
+    assert "Not tried: 2.9.1, 2.11.0, 2.12.1, 2.14.1, 2.15.0." in text
     assert "https://example.org/1" in text
 
 
@@ -119,6 +142,10 @@ def test_the_title_names_subject_stage_and_operator() -> None:
 )
 def test_each_symptom_has_its_page(symptom: str, anchor: str) -> None:
     assert anchor in page(Row("c::n", 0, "c", "s", Verdict.DIVERGE, symptom)).address
+
+
+def test_a_program_that_needs_the_recorder_names_its_script() -> None:
+    assert "the attached repro_1.py has both" in draft(attached="repro_1.py")
 
 
 SCRIPTS = {"import sys; sys.exit(0)": "agrees", "print('order'); raise SystemExit(1)": "differs: order"}
@@ -143,6 +170,13 @@ def test_a_script_is_asked_in_the_environment_that_is_there(
     told: list[str] = []
     assert dict(sweep(script, ["9.9"], environments, told.append)) == {"9.9": SCRIPTS[source]}
     assert told == []
+
+
+def test_versions_at_hand_are_those_whose_environment_is_complete(environments: Path) -> None:
+    (environments / "2.13.0").mkdir()
+    (environments / "2.15.0").mkdir()
+    (environments / "2.15.0" / "complete").write_text("2.15.0")
+    assert at_hand(environments) == ["2.15.0"]
 
 
 def test_a_script_that_fails_otherwise_says_how(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ In: a case or a signature. Out: a script in plain torch and a draft of an issue;
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +17,16 @@ import typer
 
 from gradparity import report
 from gradparity.campaign import OUTSIDE
+from gradparity.case import Case
 from gradparity.cli import options
 from gradparity.cli.app import USAGE_ERROR
-from gradparity.finds import apart, judged, named
-from gradparity.handover import write_issue, write_script
-from gradparity.sweep import DIFFERS, VERSIONS, default_folder
+from gradparity.corpus.folder import PREFIX
+from gradparity.errors import CaseError
+from gradparity.finds import Judged, apart, handed_over, judged, named, smaller
+from gradparity.fuzzing.find import Folder as Finds
+from gradparity.fuzzing.smaller import Effort
+from gradparity.handover import write_issue, write_script, write_short
+from gradparity.sweep import DIFFERS, VERSIONS, at_hand, default_folder, said
 from gradparity.sweep import sweep as swept
 from gradparity.verdict import Row
 from gradparity.work import Task
@@ -45,8 +54,13 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
         list[str] | None, typer.Option("--sweep", help="also try this version of torch; repeatable")
     ] = None,
     environments: Environments = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="shrink the program for so long; 0: as it is")
+    ] = 60.0,
 ) -> None:
-    """Writes a stand-alone script and a draft of an issue, with ablation, timelines, versions. Files nothing.
+    """Shrinks a case and writes a script and a draft of an issue, with ablation and versions. Files nothing.
+
+    Versions of torch whose environment is there are tried; --sweep makes others.
 
     \b
     Examples:
@@ -58,22 +72,50 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
         where = torch.device(options.device_name(device))
         meant = named(case, subject, store, seed, trust)
         task = Task.of(meant.case, meant.subject, where.type, ablate=True)
-        row = Row.from_json(next(apart([task], timeout)))
+
+        def tell(text: str) -> None:
+            console.print(text, markup=False, soft_wrap=True)
+
+        made = shrunk(task, Effort(where.type, timeout, seconds), tell) if seconds else None
+        found = made or as_it_is(task, timeout)
+        row = found.row
         if not (row.is_find or row.stocks_own):
-            console.print(f"{row.verdict}: nothing to report", markup=False)
+            tell(f"{row.verdict}: nothing to report")
             raise typer.Exit(5)
         if row.symptom.endswith(OUTSIDE):
-            console.print(f"{row.verdict}: {row.reason}; there is no program to write down", markup=False)
+            tell(f"{row.verdict}: {row.reason}; there is no program to write down")
             raise typer.Exit(5)
-        found = judged(task, row)
-        script = write_script(found, out, where)
-        folder = environments or default_folder()
-        said = dict(
-            swept(script, sweep_versions or [], folder, lambda text: console.print(text, markup=False))
-        )
-        draft = write_issue(found, out, script.read_text(encoding="utf-8"), said)
-    console.print(report.line(found.row), soft_wrap=True)
-    console.print(f"wrote {script} and {draft}; nothing was filed", markup=False)
+        script, one = write_script(found, out, where), write_short(found, out)
+        folder, asked = environments or default_folder(), list(sweep_versions or [])
+        here = {f"{torch.__version__} (here)": said(Path(sys.executable), one or script)}
+        tried = swept(one or script, [*asked, *(set(at_hand(folder)) - set(asked))], folder, tell)
+        draft = write_issue(found, out, here | dict(tried))
+    console.print(report.line(row), soft_wrap=True)
+    files = ", ".join(str(path) for path in (script, one, draft) if path is not None)
+    console.print(f"wrote {files}; nothing was filed", markup=False)
+
+
+def shrunk(task: Task, effort: Effort, tell: Callable[[str], None]) -> Judged | None:
+    """The case made smaller, with the ablation of the smaller program; None if it has no text to cut."""
+    try:
+        made = smaller(task, effort, tell)
+    except CaseError as error:
+        tell(f"not shrunk: {error}")
+        return None
+    if isinstance(made, Row):
+        return None
+    find = made[0]
+    with tempfile.TemporaryDirectory() as folder:
+        Finds(Path(folder)).save(find)
+        case = Case(f"{PREFIX}{folder}", find.name, None, find.seed)
+        row = Row.from_json(next(apart([Task.of(case, task.subject, task.device, True)], effort.timeout)))
+    found = handed_over(find)
+    return replace(found, row=replace(row, case=task.case, corpus=task.corpus, signature=found.row.signature))
+
+
+def as_it_is(task: Task, timeout: float) -> Judged:
+    """The case, run and ablated."""
+    return judged(task, Row.from_json(next(apart([task], timeout))))
 
 
 def sweep(
@@ -95,9 +137,9 @@ def sweep(
         console.print(f"error: no script at {script}", style="red", markup=False)
         raise typer.Exit(USAGE_ERROR)
     folder = environments or default_folder()
-    for version, said in swept(
+    for version, told in swept(
         script, torch_versions or list(VERSIONS), folder, lambda text: console.print(text, markup=False)
     ):
-        console.print(f"torch {version:<8} {said}", markup=False, soft_wrap=True)
-        differs = differs or said.startswith(DIFFERS)
+        console.print(f"torch {version:<8} {told}", markup=False, soft_wrap=True)
+        differs = differs or told.startswith(DIFFERS)
     raise typer.Exit(int(differs))

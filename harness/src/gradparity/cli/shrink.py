@@ -18,7 +18,7 @@ from gradparity.cli.issue import Folder
 from gradparity.errors import ReproError
 from gradparity.finds import handed_over, named, smaller
 from gradparity.fuzzing.smaller import Effort
-from gradparity.handover import write_script
+from gradparity.handover import write_script, write_short
 from gradparity.verdict import Row
 from gradparity.work import Task
 
@@ -56,7 +56,9 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
             raise typer.Exit(5)
         find, done = made
         try:
-            told = f"wrote {write_script(handed_over(find), out, torch.device(where))}"
+            script = write_script(handed_over(find), out, torch.device(where))
+            one = write_short(handed_over(find), out)
+            told = f"wrote {script}" + (f" and {one}" if one is not None else "")
         except ReproError as error:
             console.print(find.shrunk.source, markup=False, highlight=False, soft_wrap=True)
             told = f"no script: {error}"

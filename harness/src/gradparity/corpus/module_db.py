@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
 from gradparity.corpus.op_info import corpus_name, seed_everything
 from gradparity.errors import UnknownNameError
-from gradparity.probe import WIDER, Body, Probe
+from gradparity.probe import WIDER, Probe
 
 
 class ModuleCorpus:
@@ -60,21 +60,28 @@ class ModuleCorpus:
                 doc = f"{chunk}: {item.desc or 'input'} {index}, {'training' if training else 'evaluation'}"
                 case = Case(self.name, chunk, index, seed)
                 turn = index if self._layouts else None
-                body = _body(info.module_cls, item, training, self._dtype, turn)
+                body = partial(
+                    run_module,
+                    module_class=info.module_cls,
+                    item=item,
+                    training=training,
+                    dtype=self._dtype,
+                    turn=turn,
+                )
                 yield Program(case, body, doc, fp64=self._dtype in WIDER)
                 index += 1
 
 
-def _body(module_class: Any, item: Any, training: bool, dtype: torch.dtype, turn: int | None) -> Body:
-    def run(p: Probe) -> None:
-        built = copy.deepcopy(item.constructor_input)
-        module = p.module(module_class(*built.args, **built.kwargs)).train(training)
-        if dtype is not torch.float32:
-            module.to(dtype)
-        args, kwargs = fresh((tuple(item.forward_input.args), dict(item.forward_input.kwargs)), p)
-        leaves = differentiable((args, kwargs))
-        for place, leaf in enumerate(leaves):
-            p.leaf(f"input {place}", leaf)
-        backward_from(p.compile(module)(*args, **kwargs), p, [*leaves, *module.parameters()], turn)
-
-    return run
+def run_module(
+    p: Probe, module_class: Any, item: Any, training: bool, dtype: torch.dtype, turn: int | None
+) -> None:
+    """Builds a module, runs it on copies of an input, and its backward; see `run_sample`."""
+    built = copy.deepcopy(item.constructor_input)
+    module = p.module(module_class(*built.args, **built.kwargs)).train(training)
+    if dtype is not torch.float32:
+        module.to(dtype)
+    args, kwargs = fresh((tuple(item.forward_input.args), dict(item.forward_input.kwargs)), p)
+    leaves = differentiable((args, kwargs))
+    for place, leaf in enumerate(leaves):
+        p.leaf(f"input {place}", leaf)
+    backward_from(p.compile(module)(*args, **kwargs), p, [*leaves, *module.parameters()], turn)

@@ -6,6 +6,7 @@ In: what a worker reports, or a JSON file. Out: frozen values; JSON files that a
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from gradparity.generate.script import Script
 from gradparity.reading import read_as
 from gradparity.signature import Signature
 from gradparity.verdict import Row
+
+UNFIT = re.compile(r"[^\w.-]")
+"""What a subject's name may have and a file's may not."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,7 @@ class Find:
     @property
     def name(self) -> str:
         """What its file is called, without ".json"."""
-        subject = self.subject.replace(":", "_").replace("+", "_")
-        return f"{subject}_{self.signature.digest}"
+        return f"{UNFIT.sub('_', self.subject)}_{self.signature.digest}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""

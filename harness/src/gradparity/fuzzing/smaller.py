@@ -20,7 +20,9 @@ import torch
 from gradparity.ablation.ladders import ladder
 from gradparity.case import Case
 from gradparity.corpus import registry as corpora
+from gradparity.corpus.base import Program
 from gradparity.corpus.generated import scripted
+from gradparity.corpus.spelled import spelled
 from gradparity.differential import Comparison, compare
 from gradparity.executors.unit import Emit, Lost, Result, Started, Unit
 from gradparity.exhibit import exhibit
@@ -177,12 +179,11 @@ def smaller_unit(unit: Unit, emit: Emit) -> bool:
     case, device = Case.parse(task.case, task.seed), torch.device(task.device)
     subject = resolve(task.subject, Blame(task.blame))
     program = corpora.program(case, device)
-    script = from_source(runnable(program)).model_copy(update={"fp64": program.fp64, "cold": program.cold})
     emit("start", 0, {"case": case.address, "seed": case.seed})
-    found = compare(scripted(case, script), subject, device)
+    script, found = written(program, subject, device)
     if found.row.stocks_own:  # whoever names the case wants it smaller, whosever it is
         effort = replace(effort, blame=Blame.strict)
-        found = compare(scripted(case, script), resolve(task.subject, Blame.strict), device)
+        script, found = written(program, resolve(task.subject, Blame.strict), device)
     data: dict[str, Any] = {"row": found.row.to_json(), "find": None}
     if found.row.is_find:
         before = Begun(**begun) if begun else None
@@ -191,6 +192,22 @@ def smaller_unit(unit: Unit, emit: Emit) -> bool:
         data |= {"find": made.to_json(), "done": done}
     emit("result", 0, data)
     return True
+
+
+def written(program: Program, subject: Subject, device: torch.device) -> tuple[Script, Comparison]:
+    """The program as a script, and what the script shows. A sample of a database is written with its shapes
+    and arguments, if it then diverges as the sample does. Raises ReproError if the program has no text.
+    """
+    case, more = program.case, {"fp64": program.fp64, "cold": program.cold, "doc": program.doc}
+    if texts := list(spelled(program)):
+        wanted = signature_of(compare(program, subject, device, confirm=False).row)
+        for text in texts:
+            script = from_source(text).model_copy(update=more)
+            found = compare(scripted(case, script), subject, device)
+            if found.row.is_find and signature_of(found.row) == wanted:
+                return script, found
+    script = from_source(runnable(program)).model_copy(update=more)
+    return script, compare(scripted(case, script), subject, device)
 
 
 def as_drawn(case: Case, script: Script, found: Comparison) -> Find:

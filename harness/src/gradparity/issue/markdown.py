@@ -1,7 +1,8 @@
 """The draft, in the order of PyTorch's own form for bugs of torch.compile.
 
 In: a `Find` (row, documentation of the program, script, sweep, versions). Out: Markdown with the parts
-"Describe the bug", "Error logs" and "Versions", and an empty part that a human must write.
+"Describe the bug", which begins with the program, "Error logs" and "Versions", and at the end an empty part
+that a human must write.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ DISCLOSED = (
 
 @dataclass(frozen=True)
 class Find:
-    """All that a draft is made of. `sweep`: what the script says under each version of torch."""
+    """All that a draft is made of. `script`: what the draft shows; `attached`: the file that runs it, if it
+    does not run by itself; `sweep`: what it says under each version of torch; `versions`: those that matter.
+    """
 
     row: Row
     doc: str
@@ -34,25 +37,32 @@ class Find:
     environment: str
     issue: str | None = None
     sweep: dict[str, str] = field(default_factory=dict)
+    attached: str = ""
+    versions: tuple[str, ...] = ()
 
 
 def markdown(find: Find) -> str:
     """The draft as text."""
     parts = [
         f"# {title(find.row)}",
-        f"## From the person who files this\n\n{HUMAN}",
-        f"## 🐛 Describe the bug\n\n{_describe(find)}",
+        f"## 🐛 Describe the bug\n\n{_program(find)}\n\n{_seen(find)}",
         _ablation(find.row),
+        _sweep(find),
+        _reference(find.row),
         _timelines(find.row),
-        _sweep(find.sweep),
         f"### Documented semantics\n\n{page(find.row).describe()}",
-        f"### Minimal reproducer\n\nSelf-contained; exits with 1 while the two differ; "
-        f"`--unittest` is a failing torch `TestCase`.\n\n```python\n{find.script.strip()}\n```",
         f"## Error logs\n\n{_logs(find.row)}",
         f"## Versions\n\n```\n{find.environment.strip()}\n```",
+        f"## From the person who files this\n\n{HUMAN}",
         f"---\n{DISCLOSED}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _program(find: Find) -> str:
+    how = f"`p` makes inputs and records; the attached {find.attached} has both." if find.attached else ""
+    how = how or "It prints what eager shows and what the compiler does, and exits with 1 while they differ."
+    return f"```python\n{find.script.strip()}\n```\n\n{how}"
 
 
 def title(row: Row) -> str:
@@ -62,11 +72,11 @@ def title(row: Row) -> str:
     return f"{row.subject}{stage}: {row.symptom}{where} differs from eager"
 
 
-def _describe(find: Find) -> str:
+def _seen(find: Find) -> str:
     row = find.row
-    lines = [f"Under `{row.subject}`: {' '.join(row.reason.split())}"]
+    lines = [f"**Seen** under `{row.subject}`: {' '.join(row.reason.split())}"]
     if find.doc:
-        lines.append(f"What eager does: {find.doc}")
+        lines.append(f"**Expected**: {find.doc}")
     if find.issue:
         lines.append(f"A public thread that may be the same: {find.issue}")
     return "\n\n".join(lines)
@@ -106,26 +116,32 @@ def _at(calls: list[str], place: int) -> str:
     return calls[place][:62] if place < len(calls) else "—"
 
 
-def _sweep(sweep: dict[str, str]) -> str:
-    if not sweep:
-        return "### Versions of torch\n\nNot swept. `gradparity sweep` runs the script under other versions."
+def _sweep(find: Find) -> str:
+    lines = ["| torch | the script says |", "|---|---|"]
+    lines += [f"| {name} | {said} |" for name, said in find.sweep.items()]
+    rest = [name for name in find.versions if not any(tried.startswith(name) for tried in find.sweep)]
+    told = f"Not tried: {', '.join(rest)}." if rest else ""
+    return "### Versions of torch\n\n" + "\n".join([*(lines if find.sweep else ()), "", told]).strip()
+
+
+def _reference(row: Row) -> str:
+    """Errors against a run of eager in float64, of what differs."""
+    leaves = [leaf for leaf in row.exhibit.get("errors", []) if leaf["judged"] != "AGREE"]
+    if not leaves:
+        return ""
     lines = [
-        "| torch | the script says |",
-        "|---|---|",
-        *(f"| {name} | {said} |" for name, said in sweep.items()),
+        "| value | dtype | eager − compiled | eager − float64 | compiled − float64 | allowed |",
+        "|---|---|---|---|---|---|",
     ]
-    return "### Versions of torch\n\n" + "\n".join(lines)
+    for leaf in leaves:
+        numbers = (_number(leaf[name]) for name in ("off", "eager", "subject", "allowed"))
+        lines.append(f"| {leaf['what']} | {leaf['dtype']} | {' | '.join(numbers)} |")
+    return "### Against float64\n\nThe largest absolute errors.\n\n" + "\n".join(lines)
 
 
 def _logs(row: Row) -> str:
     raised: dict[str, str] = row.exhibit.get("raised", {})
-    errors = [e for e in row.exhibit.get("errors", []) if e["judged"] != "AGREE"]
     texts = [f"{who}: {text}" for who, text in raised.items()]
-    texts += [
-        f"{e['what']}: off eager by {e['off']:.3g}, error against float64 {_number(e['subject'])} "
-        f"(eager's own {_number(e['eager'])}, allowed {_number(e['allowed'])})"
-        for e in errors
-    ]
     return "```\n" + "\n".join(texts or [row.reason]) + "\n```"
 
 

@@ -16,7 +16,7 @@ import torch
 from gradparity.corpus.base import Program
 from gradparity.errors import ReproError
 from gradparity.repro import standalone
-from gradparity.repro.sources import Source, source_of
+from gradparity.repro.sources import Source, source_of, source_of_call
 from gradparity.subjects.base import Subject
 from gradparity.verdict import Row
 
@@ -85,13 +85,8 @@ def _program(program: Program) -> tuple[Source, str]:
     if program.source is not None:
         return Source({}, {"": program.source.strip()}), "run"
     body = program.plain or program.body
-    if isinstance(body, partial):
-        words = [*map(repr, body.args), *(f"{key}={value!r}" for key, value in body.keywords.items())]
-        source = source_of(body.func)
-        call = ", ".join(["p", *words])
-        source.definitions["program"] = f"def program(p):\n    {body.func.__name__}({call})"
-        return source, "program"
-    return source_of(body), body.__name__
+    source = source_of_call(body) if isinstance(body, partial) else source_of(body)
+    return source, list(source.definitions)[-1]
 
 
 def _settings(program: Program, subject: Subject, device: torch.device) -> dict[str, object]:

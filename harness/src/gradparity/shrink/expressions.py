@@ -6,7 +6,8 @@ In: a script. Out: edits, each of which gives a smaller one.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from gradparity.generate.script import Script
@@ -51,6 +52,29 @@ def arguments(script: Script) -> Iterator[Cut]:
         if isinstance(node, (ast.Tuple, ast.List)) and isinstance(node.ctx, ast.Load):
             for place in range(len(node.elts)):
                 yield partial(parsed.edited, partial(_drop, number, "elts", place))
+
+
+def constants(script: Script) -> Iterator[Cut]:
+    """Each name that the top of the program gives to a constant or a lambda, as what it stands for; each
+    entry of a table there that is looked up by a constant, in the place of the lookup.
+    """
+    parsed = Parsed.of(script)
+    held = _held(parsed.trees)
+    for name, value in held.items():
+        if isinstance(value, (ast.Constant, ast.Lambda)):
+            yield partial(parsed.edited, partial(_write_out, name))
+    for number, node in enumerate(nodes(parsed.trees)):
+        if _entry(node, held) is not None:
+            yield partial(parsed.edited, partial(_look_up, number))
+
+
+def called_lambdas(script: Script) -> Iterator[Cut]:
+    """Each call of a lambda as its body."""
+    parsed = Parsed.of(script)
+    for number, node in enumerate(nodes(parsed.trees)):
+        call = node if isinstance(node, ast.Call) and not node.keywords else None
+        if call and isinstance(call.func, ast.Lambda) and len(call.args) == len(call.func.args.args):
+            yield partial(parsed.edited, partial(_apply, number))
 
 
 def sizes(script: Script) -> Iterator[Cut]:
@@ -135,7 +159,63 @@ def _add(number: int, trees: Trees) -> None:
     _swap(old, ast.BinOp(one, ast.Add(), two), trees)
 
 
-def _swap(old: ast.expr, new: ast.expr, trees: Trees) -> None:
+def _held(trees: Trees | tuple[ast.Module, ...]) -> dict[str, ast.expr]:
+    """What names stand for that the top of the program assigns, and nothing else does."""
+    stored = [
+        node.id for node in nodes(trees) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    found = {}
+    for tree in trees:
+        for statement in tree.body:
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+                if isinstance(target, ast.Name) and stored.count(target.id) == 1:
+                    found[target.id] = statement.value
+    return found
+
+
+def _entry(node: ast.AST, held: dict[str, ast.expr]) -> ast.expr | None:
+    """The entry of a table at the top of the program that this expression looks up."""
+    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
+        return None
+    table = held.get(node.value.id) if isinstance(node.value, ast.Name) else node.value
+    wanted = node.slice.value
+    if isinstance(table, ast.Dict):
+        pairs = zip(table.keys, table.values, strict=True)
+        return next((v for k, v in pairs if isinstance(k, ast.Constant) and k.value == wanted), None)
+    if isinstance(table, (ast.Tuple, ast.List)) and type(wanted) is int and -1 <= wanted < len(table.elts):
+        return table.elts[wanted]
+    return None
+
+
+def _write_out(name: str, trees: Trees) -> None:
+    value = _held(trees)[name]
+    for node in list(nodes(trees)):
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            _swap(node, copy.deepcopy(value), trees)
+
+
+def _look_up(number: int, trees: Trees) -> None:
+    node = list(nodes(trees))[number]
+    value = _entry(node, _held(trees))
+    assert isinstance(node, ast.expr)
+    assert value is not None
+    _swap(node, copy.deepcopy(value), trees)
+
+
+def _apply(number: int, trees: Trees) -> None:
+    call = list(nodes(trees))[number]
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Lambda)
+    body = ast.Expression(call.func.body)
+    for parameter, argument in zip(call.func.args.args, call.args, strict=True):
+        for node in list(ast.walk(body)):
+            if isinstance(node, ast.Name) and node.id == parameter.arg:
+                _swap(node, copy.deepcopy(argument), [body])
+    _swap(call, body.body, trees)
+
+
+def _swap(old: ast.expr, new: ast.expr, trees: Sequence[ast.AST]) -> None:
     class Swap(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST:
             return new if node is old else self.generic_visit(node)

@@ -20,6 +20,8 @@ PASSES: tuple[Pass, ...] = (
     statements.steps,
     statements.bypassed,
     statements.lines,
+    expressions.constants,
+    expressions.called_lambdas,
     statements.dead,
     interface.results,
     interface.parameters,

@@ -71,7 +71,9 @@ def unwrapped(script: Script) -> Iterator[Cut]:
     for number, block in enumerate(blocks(parsed.trees)):
         for start, statement in enumerate(block):
             if isinstance(statement, (ast.With, ast.If, ast.For, ast.Try)):
-                yield partial(parsed.edited, partial(_unwrap, number, start))
+                yield partial(parsed.edited, partial(_unwrap, number, start, "body"))
+            if isinstance(statement, ast.If) and statement.orelse:
+                yield partial(parsed.edited, partial(_unwrap, number, start, "orelse"))
 
 
 def aliases(script: Script) -> Iterator[Cut]:
@@ -100,8 +102,6 @@ def _drop_dead(trees: Trees) -> None:
         block[:] = [each for each in block if not targets(each) or set(targets(each)) & read]
 
 
-def _unwrap(number: int, start: int, trees: Trees) -> None:
+def _unwrap(number: int, start: int, field: str, trees: Trees) -> None:
     block = blocks(trees)[number]
-    held = block[start]
-    assert isinstance(held, (ast.With, ast.If, ast.For, ast.Try))
-    block[start : start + 1] = held.body
+    block[start : start + 1] = getattr(block[start], field)

@@ -114,14 +114,14 @@ class StockCompile(DynamoSubject):
     @property
     def script(self) -> str:
         """As a user calls torch.compile."""
-        random = "" if self.own_random else FALLBACK_RANDOM
         if ":" not in self.backend:
-            return BY_COMPILE.format(backend=self.backend) + "\n" + random
+            return super().script
         module, _, function = self.backend.rpartition(":")
         file = module if module.endswith(".py") else f"{module}.py"
+        called = BY_FUNCTION.format(module=module, function=function)
         if Path(file).is_file():  # the script may be started in another folder
-            return BY_FILE.format(module=str(Path(file).resolve()), function=function) + "\n" + random
-        return BY_FUNCTION.format(module=module, function=function) + "\n" + random
+            called = BY_FILE.format(module=str(Path(file).resolve()), function=function)
+        return called + "\n" + ("" if self.own_random else FALLBACK_RANDOM)
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""

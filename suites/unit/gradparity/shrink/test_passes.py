@@ -51,6 +51,25 @@ def test_an_alias_is_what_it_stands_for() -> None:
     assert "def program(x):\n    return x.sin() + x" in offered(statements.aliases, script(program))
 
 
+TABLE = "KIND = 'b'\n\n\nTABLE = {'a': abs, 'b': (1, lambda x: x.sin())}"
+
+
+def test_a_constant_and_an_entry_of_a_table_stand_where_they_are_read() -> None:
+    made = script(f"{TABLE}\n\n\ndef program(x):\n    return TABLE[KIND][1](x)")
+    found = []
+    for each in (expressions.constants,) * 3 + (expressions.called_lambdas,):
+        *_, cut = each(made)
+        made = cut()
+        found.append(made.definitions[-1].partition("return ")[2])
+    lambda_, called = "(lambda x: x.sin())", "x.sin()"
+    assert found == ["TABLE['b'][1](x)", f"(1, {lambda_[1:-1]})[1](x)", f"{lambda_}(x)", called]
+
+
+def test_a_branch_that_is_not_taken_gives_way_to_the_other() -> None:
+    program = "def program(x):\n    if 1 > 2:\n        x = 0\n    else:\n        x = 1\n    return x"
+    assert "def program(x):\n    x = 1\n    return x" in offered(statements.unwrapped, script(program))
+
+
 def test_steps_settings_and_definitions_go_one_by_one() -> None:
     made = script(CHAIN).model_copy(update={"settings": ("torch.no_grad()", "torch.enable_grad()")})
     assert [cut().settings for cut in statements.settings(made)] == [
