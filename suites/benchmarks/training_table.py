@@ -69,7 +69,10 @@ COMPARISONS = (
     ),
     *(
         Comparison(f"steady step, {ours} / {theirs}", "warm step", over, under, mean, worst)
-        for theirs, under in {"reduce-overhead": STOCK[1:], "reduce-overhead like eager": LIKE_EAGER[1:]}.items()
+        for theirs, under in {
+            "reduce-overhead": STOCK[1:],
+            "reduce-overhead like eager": LIKE_EAGER[1:],
+        }.items()
         for ours, over, mean, worst in (
             ("CUDA graphs", OURS[1:2], None, 1.05),
             ("compile_step with CUDA graphs", WHOLE_STEP, 0.95, 1.02),

@@ -114,14 +114,15 @@ class StockCompile(DynamoSubject):
     @property
     def script(self) -> str:
         """As a user calls torch.compile."""
+        random = "" if self.own_random else FALLBACK_RANDOM
         if ":" not in self.backend:
-            return super().script
+            return BY_COMPILE.format(backend=self.backend) + "\n" + random
         module, _, function = self.backend.rpartition(":")
         file = module if module.endswith(".py") else f"{module}.py"
         called = BY_FUNCTION.format(module=module, function=function)
         if Path(file).is_file():  # the script may be started in another folder
             called = BY_FILE.format(module=str(Path(file).resolve()), function=function)
-        return called + "\n" + ("" if self.own_random else FALLBACK_RANDOM)
+        return called + "\n" + random
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
