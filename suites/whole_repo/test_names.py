@@ -141,6 +141,13 @@ def test_what_a_document_names_exists(document: Path, root: Path) -> None:
     assert [*missing_names(text), *missing_paths(text, document), *missing_sessions(text, root)] == []
 
 
+def test_what_a_page_of_the_reference_shows_exists(root: Path) -> None:
+    pages = {page.name: page.read_text() for page in (root / "docs/api").glob("*.md")}
+    shown = [(page, name) for page, text in pages.items() for name in re.findall(r"^::: (\S+)", text, re.M)]
+    assert len(shown) > len(pages)
+    assert [(page, name) for page, name in shown if not is_there(name)] == []
+
+
 @cache
 def identifiers() -> frozenset[str]:
     """Everything that the code of retrograd calls by a name, and the names of its files."""
