@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 import retrograd
+from retrograd.report import GraphReport, Report
 from unit.retrograd.programs import leaf
 
 
@@ -40,6 +43,27 @@ def test_explain_runs_a_function_and_reports_what_was_captured() -> None:
     text = str(report)
     assert "backward of 4 node calls, run 1 times, backend eager" in text
     assert "1 x tensor hook" in text
+
+
+@pytest.mark.parametrize("fn", [torch.nn.Linear(2, 1), lambda x: x.sum().backward()])
+def test_explain_says_which_arguments_are_missing(fn: Any) -> None:
+    with pytest.raises(retrograd.OptionError, match=r"missing a required argument: '(input|x)'"):
+        retrograd.explain(fn)
+
+
+def test_explain_lets_a_type_error_of_the_function_pass() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        retrograd.explain(lambda: 1 + "1")  # type: ignore[operator]
+
+
+def test_a_report_leaves_out_empty_graphs_and_says_what_has_no_gradient() -> None:
+    report = Report()
+    for forward, ended_by in ((0, ""), (0, "print"), (8, "")):
+        report.graphs.append(GraphReport("a graph", forward, 0, 0, 0, ended_by))
+    assert str(report) == (
+        "a graph: 0 calls forward, nothing to differentiate\n  ends at  print\n\n"
+        "a graph: 8 calls forward, nothing to differentiate"
+    )
 
 
 def test_explain_without_a_function_tells_of_the_whole_process() -> None:

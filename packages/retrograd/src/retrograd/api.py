@@ -5,6 +5,7 @@ In: the user's choices. Out: `CompiledAutograd` contexts, compiled callables and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -309,6 +310,12 @@ def explain(
     if fn is None:
         return process_report
     check("fn", fn, (callable, "a function that runs backwards"))
+    try:
+        with contextlib.suppress(ValueError):  # functions of C have no signature
+            inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
+    except TypeError as error:
+        way_out = "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y)"
+        raise OptionError("fn", f"it cannot be called with these arguments: {error}", way_out) from None
     with compiled_autograd(backend) as context:
         fn(*args, **kwargs)
     return context.report

@@ -151,10 +151,11 @@ class GraphReport:
     ended_by: str = ""
 
     def __str__(self) -> str:
-        text = (
-            f"{self.name}: {self.forward} calls forward, {self.backward} backward in {self.regions} regions, "
-            f"{self.saved_bytes:,} bytes saved"
-        )
+        text = f"{self.name}: {self.forward} calls forward, "
+        if self.regions:
+            text += f"{self.backward} backward in {self.regions} regions, {self.saved_bytes:,} bytes saved"
+        else:
+            text += "nothing to differentiate"
         return f"{text}\n  ends at  {self.ended_by}" if self.ended_by else text
 
 
@@ -234,7 +235,8 @@ class Report:
             report = report.above
 
     def __str__(self) -> str:
-        parts = [str(entry) for entry in (*self.graphs, *self.backwards)] or ["nothing was captured"]
+        graphs = [graph for graph in self.graphs if graph.forward or graph.ended_by]
+        parts = [str(entry) for entry in (*graphs, *self.backwards)] or ["nothing was captured"]
         for reason, count in self.fallbacks.items():
             parts.append(f"ran as eager runs it {count} times [{reason.code}]\n" + _indented(reason))
         parts += [f"runs otherwise than asked [{reason.code}]\n" + _indented(reason) for reason in self.notes]

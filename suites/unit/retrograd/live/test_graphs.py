@@ -125,6 +125,17 @@ def test_a_hook_cuts_and_accumulations_before_it_are_done() -> None:
     assert kinds == ["Segment", "Accumulation", "OpaqueCall", "Segment", "Accumulation"]
 
 
+def test_a_name_that_no_node_has_is_noted_with_the_nearest_one() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with retrograd.compiled_autograd("eager", opaque=["SinBackwrd0", "SinBackward0", "Unlike"]) as context:
+        x.sin().sum().backward()
+    (backward,) = context.explain().backwards
+    assert [(reason.code, reason.text) for reason in backward.notes] == [
+        ("opaque-unmatched", "no node is called 'SinBackwrd0' (opaque=); did you mean 'SinBackward0'?"),
+        ("opaque-unmatched", "no node is called 'Unlike' (opaque=)"),
+    ]
+
+
 def test_a_named_node_is_opaque() -> None:
     w = leaf()
     with retrograd.compiled_autograd("aten", opaque=["SinBackward0"]) as context:

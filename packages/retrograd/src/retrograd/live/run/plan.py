@@ -10,9 +10,10 @@ or leaves a mode switched, the remaining steps change. They become another plan,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -112,6 +113,8 @@ class Plan:
         self.runs_user_code = self._opaque_calls > 0
         self.report = BackwardReport(graph, self.schedule, backend.name)
         self.log = PlanLog(self.report)
+        for reason in _unmatched(graph, config.opaque):
+            self.log.recorded(reason)
         # If no user code runs between segments, all of them are recorded together.
         is_fused = config.cudagraphs and not self.runs_user_code
         own = replace(config, cudagraphs=False) if is_fused else config
@@ -230,6 +233,14 @@ def _calls_named(graph: BackwardGraph, reasons: Mapping[str, str]) -> dict[fx.No
         return {}
     names = {node: call_name(node) for node, call in graph.calls() if call.kind.is_functional}
     return {node: reasons[name] for node, name in names.items() if name in reasons}
+
+
+def _unmatched(graph: BackwardGraph, names: Iterable[str]) -> Iterator[Reason]:
+    """A note for each name in ``opaque=`` that no functional call of this backward has."""
+    known = {call_name(node) for node, call in graph.calls() if call.kind.is_functional} if names else set()
+    for name in sorted({*names} - known):
+        nearest = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, n=1))
+        yield Reason("opaque-unmatched", f"no node is called {name!r} (opaque=){nearest}", "live.schedule")
 
 
 def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner]) -> None:
