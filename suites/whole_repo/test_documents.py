@@ -32,7 +32,12 @@ BLOCK = re.compile(
 BETWEEN = "-- the next block --"
 LONGEST = 200
 #: the most words that a document may have, and the most lines.
-MOST = {"README.md": (900, 200), "docs/comparison.md": (1500, 120)}
+GUIDES = sorted(page for name in ("guides", "tutorials") for page in (ROOT / "docs" / name).glob("*.md"))
+MOST = {
+    "README.md": (900, 200),
+    "docs/comparison.md": (1500, 120),
+    **{page.relative_to(ROOT).as_posix(): (1200, 250) for page in GUIDES},
+}
 
 
 def pages() -> list[Path]:
