@@ -19,7 +19,7 @@ from gradparity.conform.levels import (
     places,
     spread,
 )
-from gradparity.conform.outcome import Conformance, read
+from gradparity.conform.outcome import FAILED, PASSED, STOCKS, Conformance, read
 from gradparity.corpus.registry import corpus
 
 CHOSEN = [
@@ -92,7 +92,7 @@ def test_gradients_that_are_one_percent_too_large_fail_level_1(home: Path) -> No
     assert found.count(0) == {"passed": 1}
     assert failed(found)[1] == 2
     assert "grad-values  op_db::sin::0" in result.stdout
-    assert "is as eager up to level 0" in result.stdout
+    assert "reaches level 0 of 4" in result.stdout
 
 
 def test_dropped_hooks_fail_level_3_only(home: Path) -> None:
@@ -211,3 +211,19 @@ def test_the_badge_says_the_level_and_the_version(home: Path) -> None:
         assert text == said
     nothing = Conformance("b", {"torch": "2.13.0+cpu"}, "cpu", "own", 0)
     assert "0 of 0 at level 0" in badge(nothing)
+
+
+PUBLISHED = Path(__file__).parents[3] / "suites" / "parity" / "conformance"
+PAGE = PUBLISHED.parents[2] / "docs" / "conformance.md"
+
+
+def published(name: str, found: Conformance) -> str:
+    """A row of the table of the page: at each level, what passed, failed, and is stock's own."""
+    counts = [found.count(level) for level in range(len(LEVELS))]
+    cells = [" / ".join(str(count[name]) for name in (PASSED, FAILED, STOCKS)) for count in counts]
+    return " | ".join([f"| {name}", str(found.cases), *cells]) + " |"
+
+
+@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_page_says_what_was_measured(file: Path) -> None:
+    assert published(f"`{file.stem}`", read(file)) in PAGE.read_text().splitlines()

@@ -47,7 +47,7 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
     out: Folder = Path(),
     minutes: Annotated[float, typer.Option(min=0.1, help="end after so many minutes")] = 10.0,
     processes: options.Processes = 2,
-    timeout: options.Timeout = 60.0,
+    timeout: options.Timeout = 120.0,
     expected_file: options.ExpectedFile = None,
     device: options.DeviceOption = options.Device.auto,
     seed: options.Seed = 0,
@@ -118,8 +118,8 @@ def print_conformance(console: Console, found: Conformance) -> None:
     if failures:
         console.print(f"look closer: gradparity show {failures[0][0].case} -s {found.backend}", markup=False)
     left = f"; {found.planned - found.cases} cases had no time" if found.cases < found.planned else ""
-    reached = f"up to level {found.reached}" if found.reached >= 0 else "at no level"
-    console.print(f"{found.cases} cases{left}. {found.backend} is as eager {reached}.", markup=False)
+    reached = f"level {found.reached} of {len(LEVELS) - 1}" if found.reached >= 0 else "no level"
+    console.print(f"{found.cases} cases{left}. {found.backend} reaches {reached}.", markup=False)
 
 
 def print_change(console: Console, before: Conformance, after: Conformance) -> Change:

@@ -76,13 +76,15 @@ class Conformance:
         return [(first[key], counts[key]) for key in sorted(first, key=lambda key: (key[0], -counts[key]))]
 
     def text(self) -> str:
-        """As JSON: the counts first, for readers, then all cases."""
+        """As JSON: the counts first, for readers, then all cases, one a line."""
         levels = [
             {"level": number, "title": level.title} | {name: self.count(number)[name] for name in RESULTS}
             for number, level in enumerate(LEVELS)
         ]
         head = {"format": FORMAT, "reached": self.reached, "cases": self.cases, "levels": levels}
-        return json.dumps(head | asdict(self), indent=1) + "\n"
+        whole = json.dumps(head | asdict(self) | {"results": []}, indent=1).removesuffix("[]\n}")
+        lines = ",\n".join(f"  {json.dumps(asdict(item))}" for item in self.results)
+        return f"{whole}[\n{lines}\n ]\n}}\n"
 
     def write(self, path: Path) -> None:
         """Writes the JSON. Raises StoreFullError."""
