@@ -265,10 +265,12 @@ def ray(session: nox.Session) -> None:
     session.run("pytest", "suites/cluster", *session.posargs, env=settings(session))
 
 
-@nox.session(venv_backend="none", requires=["env"])
+@nox.session(reuse_venv=True)
 def browser(session: nox.Session) -> None:
     """gradparity's HTML report in a headless browser; skipped, with the reason, where there is none."""
-    run(session, "python", "-m", "pytest", "suites/browser", *session.posargs)
+    install(session, "-r", "requirements/torch.txt")
+    session.install(*PINS, "playwright")
+    session.run("pytest", "suites/browser", *session.posargs, env=settings(session))
 
 
 @nox.session(reuse_venv=True)

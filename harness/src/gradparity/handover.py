@@ -17,7 +17,6 @@ from gradparity.finds import Judged
 from gradparity.issue.markdown import Find, markdown
 from gradparity.repro.script import runnable, script
 from gradparity.repro.short import short
-from gradparity.shrink.read import from_source
 from gradparity.sweep import DIFFERS, VERSIONS, said
 
 
@@ -31,7 +30,7 @@ def write_short(found: Judged, folder: Path) -> Path | None:
     """Writes the shortest script that differs when it is run, as the row says; None if there is none."""
     path = folder / f"short_{label(found)}.py"
     try:
-        for text in short(from_source(runnable(found.program)), found.subject, found.row):
+        for text in short(runnable(found.program), found.subject, found.row):
             _written(path, text)
             told = said(Path(sys.executable), path)
             raises = "raise" in found.row.symptom or "exception" in found.row.symptom

@@ -11,7 +11,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -24,10 +24,13 @@ from gradparity.case import EVERY, Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
+from gradparity.corpus.spelled import spelled
 from gradparity.differential import Comparison, compare
-from gradparity.errors import CaseTimeout
+from gradparity.errors import CaseTimeout, ReproError
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
+from gradparity.repro.script import runnable
+from gradparity.repro.short import short
 from gradparity.signature import signature_of
 from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
@@ -42,6 +45,8 @@ NOISY = (
     "torch.fx.experimental.symbolic_shapes",
     "transformers",
 )
+MOST_TEXT = 4000
+"""So long may a program be that a row carries."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,22 @@ def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tupl
 
 def judged(program: Program, subject: Subject, device: torch.device) -> Row:
     """The row of a program, with what a report shows of it."""
-    return explained(compare(program, subject, device))
+    row = explained(compare(program, subject, device))
+    return with_program(row, program, subject) if row.is_find else row
+
+
+def with_program(row: Row, program: Program, subject: Subject) -> Row:
+    """The row with the program's text, and a short script to copy, as far as there are such."""
+    shown = dict(row.exhibit)
+    with suppress(ReproError, SyntaxError):
+        shown["program"] = next(spelled(program), None) or runnable(program)
+        shown["script"] = next(short(shown["program"], subject, row))
+    return replace(row, exhibit={key: text for key, text in shown.items() if fits(text)})
+
+
+def fits(shown: Any) -> bool:
+    """Whether a report has room for this."""
+    return not isinstance(shown, str) or len(shown) <= MOST_TEXT
 
 
 def explained(comparison: Comparison) -> Row:

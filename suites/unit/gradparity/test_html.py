@@ -1,6 +1,8 @@
 """The report as a page: everything is in the file, and what differs can be seen."""
 
 import re
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,6 +10,7 @@ import pytest
 
 from gradparity.errors import StoreFullError
 from gradparity.html import figures
+from gradparity.html.finds import MOST_FINDS, command, finds
 from gradparity.html.page import page, write_page
 from gradparity.html.timelines import ALONE, OTHER, SAME, paired, picture
 from gradparity.junit import tree, write_junit
@@ -138,8 +141,8 @@ class TestPicture:
     def test_lines_that_cross_and_a_box_without_a_line(self) -> None:
         drawn = ElementTree.fromstring(picture(TIMELINES, "subject <x>"))
         lines = [item for item in drawn.iter() if item.tag == "line"]
-        boxes = [item.get("stroke") for item in drawn.iter() if item.tag == "rect"]
-        assert [(line.get("y1") < line.get("y2"), line.get("stroke")) for line in lines] == [
+        boxes = [item.get("class") for item in drawn.iter() if item.tag == "rect"]
+        assert [(line.get("y1") < line.get("y2"), line.get("class")) for line in lines] == [
             (True, OTHER),
             (False, OTHER),
         ]
@@ -148,7 +151,7 @@ class TestPicture:
     def test_equal_timelines_are_straight(self) -> None:
         same = {"eager": ["t a (1)"], "subject": ["t a (1)"], "differ": []}
         (line,) = [item for item in ElementTree.fromstring(picture(same, "s")).iter() if item.tag == "line"]
-        assert (line.get("y1"), line.get("stroke")) == (line.get("y2"), SAME)
+        assert (line.get("y1"), line.get("class")) == (line.get("y2"), SAME)
 
 
 class TestJunit:
@@ -169,3 +172,35 @@ class TestJunit:
     def test_a_known_divergence_passes(self) -> None:
         (suite,) = tree([ROWS[1].as_expected()])
         assert suite.get("failures") == "0"
+
+
+class TestFinds:
+    def test_the_important_ones_come_first(self) -> None:
+        rows = [
+            replace(ROWS[1], case="op_db::d::0", signature="dd", expected=True),
+            replace(ROWS[1], case="op_db::e::0", signature="ee", symptom="raises KeyError"),
+            *ROWS,
+        ]
+        cases = re.findall(r'data-case="op_db::(\w+)::', finds(rows))
+        assert cases == ["add", "sub", "e", "d"]
+
+    def test_each_has_its_program_its_script_and_what_runs_it_again(self) -> None:
+        shown = {"program": "def run(p):\n    p < 1\n", "script": "print('<')"}
+        text = finds([replace(ROWS[1], seed=2, subject="compile:a b", exhibit=shown)])
+        assert "<pre>def run(p):\n    p &lt; 1</pre>" in text
+        assert "<pre>print(&#x27;&lt;&#x27;)</pre>" in text
+        assert command(replace(ROWS[1], seed=2, subject="compile:a b")) == (
+            "gradparity show op_db::add::1 -s 'compile:a b' --seed 2"
+        )
+        assert escape(command(replace(ROWS[1], seed=2, subject="compile:a b"))) in text
+
+    def test_a_full_page_is_at_most_a_megabyte_beside_the_library(self) -> None:
+        import plotly.offline
+
+        full = {"program": "x" * 1800, "script": "x" * 1800, "errors": [LEAF], "timelines": TIMELINES}
+        rows = [replace(ROWS[1], signature=str(n), exhibit=full) for n in range(2 * MOST_FINDS)]
+        text = page(rows, [])
+        assert len(text) - len(plotly.offline.get_plotlyjs()) <= 1_000_000
+        shown = text.count('<details class="find"')
+        assert 100 < shown < MOST_FINDS
+        assert f"<p>… and {2 * MOST_FINDS - shown} more</p>" in text

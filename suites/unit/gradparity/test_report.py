@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradparity.report import fallback_lines, lines, table, unlisted_lines
+from gradparity.report import fallback_lines, line, lines, table, unlisted_lines
 from gradparity.store.lines import write_lines
 from gradparity.verdict import Row, Verdict
 
@@ -38,6 +38,12 @@ def test_one_line_per_divergence_unexpected_first() -> None:
         "DIVERGE      s  op_db::add::2  grad-values: far off",
         "HOOK_ORDER   s  op_db::add::3 (expected)  hook-order: swapped",
     ]
+
+
+def test_a_line_names_the_stage_and_the_operator_that_an_ablation_found() -> None:
+    row = replace(ROWS[2], stage="aot_eager", operator="aten.mul.Tensor")
+    told = "DIVERGE      s  op_db::add::2  broken by aot_eager at aten.mul.Tensor  grad-values: far off"
+    assert line(row).plain == told
 
 
 def test_fallbacks_are_counted_by_reason() -> None:

@@ -19,7 +19,6 @@ from gradparity.fuzzing.smaller import as_drawn, written
 from gradparity.handover import write_short
 from gradparity.repro.script import runnable
 from gradparity.repro.short import short
-from gradparity.shrink.read import from_source
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import resolve
 from gradparity.sweep import said
@@ -44,7 +43,7 @@ def row(symptom: str = "grad-none", subject: str = "compile:aot_eager") -> Row:
 
 
 def first(source: str, subject: str = "compile:aot_eager", symptom: str = "grad-none") -> str:
-    return next(short(from_source(source), resolve(subject), row(symptom, subject)))
+    return next(short(source, resolve(subject), row(symptom, subject)))
 
 
 def program(text: str) -> str:
@@ -120,7 +119,7 @@ def test_most_scenarios_have_one() -> None:
     for name in list(registered())[::7]:
         try:
             case = corpora.program(Case("scenarios", name), CPU)
-            compile(next(short(from_source(runnable(case)), subject, row())), name, "exec")
+            compile(next(short(runnable(case), subject, row())), name, "exec")
         except ReproError:
             refused.append(name)
     assert len(refused) < len(registered()) / 7 * 0.4, refused

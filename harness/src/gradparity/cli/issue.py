@@ -134,7 +134,7 @@ def sweep(
     console = options.console()
     differs = False
     if not script.is_file():
-        console.print(f"error: no script at {script}", style="red", markup=False)
+        options.standard_error(console).print(f"error: no script at {script}", style="red", markup=False)
         raise typer.Exit(USAGE_ERROR)
     folder = environments or default_folder()
     for version, told in swept(

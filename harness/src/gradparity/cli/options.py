@@ -145,13 +145,17 @@ def tell_unmatched(match: Iterable[str] | None, names: Iterable[str]) -> None:
         typer.echo(f"nothing matches: {error}", err=True)
 
 
+def standard_error(shown: Console) -> Console:
+    """Where errors go, as wide as what is shown."""
+    return Console(stderr=True, width=shown.width)
+
+
 @contextmanager
 def errors(shown: Console) -> Iterator[None]:
     """Errors of the harness become one line (and the way out) and an exit code."""
     try:
         yield
     except GradparityError as error:
-        to = Console(stderr=True, width=shown.width)
-        to.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        standard_error(shown).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         code = WRITE_ERROR if isinstance(error, StoreFullError) else USAGE_ERROR
         raise typer.Exit(code) from error

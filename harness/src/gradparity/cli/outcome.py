@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from gradparity import campaign, report
+from gradparity.cli.options import standard_error
 from gradparity.html.page import write_page
 from gradparity.junit import write_junit
 from gradparity.store.lines import line, write_lines
@@ -51,13 +52,14 @@ def print_campaign(console: Console, plan: campaign.Plan, result: campaign.Campa
     print_rows(console, result.rows)
     for text in report.unlisted_lines(result.rows):
         console.print(text, style="red", markup=False, soft_wrap=True)
+    wrong = standard_error(console)
     for error in result.errors:
-        console.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
+        wrong.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
     for entry in result.stale:
         told = f"stale entry, nothing is so any more: {entry.describe()}"
         console.print(told, style="red", markup=False, soft_wrap=True)
     if result.ending.broken:
-        console.print(f"error: {result.ending.broken}", style="red", markup=False, soft_wrap=True)
+        wrong.print(f"error: {result.ending.broken}", style="red", markup=False, soft_wrap=True)
     for row in result.ending.unwritten:
         console.print(f"not written: {line(row).strip()}", markup=False, soft_wrap=True)
     console.print(summary(result), markup=False, soft_wrap=True)

@@ -16,7 +16,8 @@ HEAD = 30
 WIDTH = 1080
 BOX = 430
 LONGEST = 62
-SAME, OTHER, ALONE = "#2e8540", "#c0392b", "#d68910"
+SAME, OTHER, ALONE = "same", "other", "alone"
+"""Classes, whose colours the style of the page has."""
 
 
 def picture(timelines: dict[str, Any], subject: str) -> str:
@@ -27,21 +28,21 @@ def picture(timelines: dict[str, Any], subject: str) -> str:
     height = HEAD + ROW * max(len(eager), len(theirs), 1) + 8
     right = WIDTH - BOX
     parts = [
-        f'<svg class="timelines" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
+        f'<svg class="timelines" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="hook timelines">',
         _text(4, 18, "eager", "head"),
         _text(right + 4, 18, subject, "head"),
     ]
     for one, two in links:
-        colour = SAME if one == two and one not in differ else OTHER
+        css = SAME if one == two and one not in differ else OTHER
         parts.append(
             f'<line x1="{BOX}" y1="{_middle(one)}" x2="{right}" y2="{_middle(two)}" '
-            f'stroke="{colour}" stroke-width="2"/>'
+            f'class="{css}" stroke-width="2"/>'
         )
     linked = ({one for one, _ in links}, {two for _, two in links})
     for side, (calls, x) in enumerate(((eager, 0), (theirs, right))):
         for place, call in enumerate(calls):
-            colour = ALONE if place not in linked[side] else (OTHER if place in differ else SAME)
-            parts.append(_box(x, place, call, colour))
+            css = ALONE if place not in linked[side] else (OTHER if place in differ else SAME)
+            parts.append(_box(x, place, call, css))
     return "".join(parts) + "</svg>"
 
 
@@ -66,14 +67,12 @@ def _middle(place: int) -> int:
     return HEAD + ROW * place + ROW // 2
 
 
-def _box(x: int, place: int, call: str, colour: str) -> str:
+def _box(x: int, place: int, call: str, css: str) -> str:
     top = HEAD + ROW * place + 2
     shown = call if len(call) <= LONGEST else call[: LONGEST - 1] + "…"
     return (
         f'<g><title>{escape(call)}</title><rect x="{x}" y="{top}" width="{BOX}" height="{ROW - 5}" rx="4" '
-        f'fill="#fff" stroke="{colour}" stroke-width="1.5"/>'
-        + _text(x + 8, top + 15, f"{place}  {shown}", "call")
-        + "</g>"
+        f'class="{css}" stroke-width="1.5"/>' + _text(x + 8, top + 15, f"{place}  {shown}", "call") + "</g>"
     )
 
 

@@ -1,6 +1,6 @@
 """short: a program in plain torch, as a person would write it, in the place of a script with a recorder.
 
-In: a script whose function `run(p)` uses the probe, the subject, the row. Out: texts. In each, `program`
+In: a text whose function `run(p)` uses the probe, the subject, the row. Out: texts. In each, `program`
 returns what it shows; eager runs it, the subject runs it, and the exit status is 1 while the two differ. A
 short text shows less than the recorder sees: so there are several, the shortest first, and whoever takes one
 must run it.
@@ -15,7 +15,6 @@ from textwrap import fill
 from typing import Any
 
 from gradparity.errors import ReproError
-from gradparity.generate.script import Script
 from gradparity.subjects.base import Subject
 from gradparity.verdict import Row
 
@@ -66,15 +65,15 @@ class Manner:
 MANNERS = (Manner(), Manner(settings=True), Manner(hidden=True), Manner(state=True), Manner(True, True, True))
 
 
-def short(script: Script, subject: Subject, row: Row) -> Iterator[str]:
+def short(source: str, subject: Subject, row: Row) -> Iterator[str]:
     """The texts, the shortest first. Raises ReproError if the program has none, or the subject."""
-    texts = (_text(script, subject, row, manner) for manner in MANNERS)
+    texts = (_text(source, subject, row, manner) for manner in MANNERS)
     yield from dict.fromkeys(texts)
 
 
-def _text(script: Script, subject: Subject, row: Row, manner: Manner) -> str:
+def _text(source: str, subject: Subject, row: Row, manner: Manner) -> str:
     called = _Called(subject, manner)
-    tree = ast.parse(script.source)
+    tree = ast.parse(source)
     plain = _Plain(called.has_backward, "payload" in row.symptom, manner, tree)
     definitions = [ast.unparse(ast.fix_missing_locations(node)) for node in plain.definitions(called.words)]
     imports = {"import sys", "import torch", "from torch.utils._pytree import tree_leaves", *called.imports}

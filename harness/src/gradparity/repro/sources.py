@@ -151,8 +151,8 @@ def _expression(module: ModuleType, value: Any, found: Source) -> str:
     own = getattr(value, "__name__", "")
     if getattr(builtins, own, None) is value:
         return str(own)
-    for home in (inspect.getmodule(value), module):
-        for name, held in vars(home).items() if _is_ours(home) else ():
+    for home in filter(_is_ours, (inspect.getmodule(value), module)):
+        for name, held in vars(home).items():
             if held is value and (name in _tops(home) or name in _imports(home)):
                 _follow(home, name, found)
                 return name

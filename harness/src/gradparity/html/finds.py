@@ -1,0 +1,150 @@
+"""The distinct divergences of the page: in order of importance, each with all that a reader needs of it.
+
+In: rows. Out: HTML.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from gradparity.html import figures
+from gradparity.html.timelines import picture
+from gradparity.html.wording import KEYS, SORTS
+from gradparity.verdict import Row, Verdict
+
+MOST_FINDS = 200
+MOST_TEXT = 800_000
+"""So many characters of divergences does a page have."""
+ORDER = (Verdict.DIVERGE, Verdict.HOOK_ORDER, Verdict.CRASH, Verdict.UNSUPPORTED, Verdict.TIMEOUT)
+"""What is silently wrong comes first."""
+
+
+def finds(rows: list[Row]) -> str:
+    """The section; "" if nothing diverges."""
+    counts = Counter((row.subject, row.signature or row.symptom) for row in rows if row.is_find)
+    found = sorted(figures.distinct(rows).items(), key=lambda item: _importance(item[1], counts[item[0]]))
+    if not found:
+        return ""
+    drawn = [_find(row, counts[key], place) for place, (key, row) in enumerate(found[:MOST_FINDS])]
+    count = max(sum(size <= MOST_TEXT for size in accumulate(map(len, drawn))), 1)
+    shown = "".join(drawn[:count])
+    more = f"<p>… and {len(found) - count} more</p>" if len(found) > count else ""
+    listed = [row for _, row in found[:count]]
+    head = '<h2>Distinct divergences <span id="count" class="hint"></span></h2>'
+    return f'<section id="finds">{head}{_bar(listed)}<div id="list">{shown}</div>{more}</section>'
+
+
+def _importance(row: Row, count: int) -> tuple[bool, bool, int, int]:
+    """Unexpected ones first; of these, what differs in silence before what raises; then the frequent ones."""
+    raises = row.symptom.startswith(("raises", "no-exception"))
+    return row.expected, raises, ORDER.index(row.verdict), -count
+
+
+def _bar(rows: list[Row]) -> str:
+    verdicts = [verdict.value for verdict in ORDER if any(row.verdict is verdict for row in rows)]
+    keys = "".join(f"<tr><td>{escape(key)}</td><td>{escape(does)}</td></tr>" for key, does in KEYS.items())
+    return (
+        '<div class="bar"><input id="search" type="search" placeholder="search (/)" aria-label="search">'
+        + _select("verdict", "all verdicts", verdicts)
+        + _select("subject", "all subjects", sorted({row.subject for row in rows}))
+        + _select("sort", "", SORTS)
+        + '<button id="help" aria-label="keys">?</button></div>'
+        f'<dialog id="keys"><table>{keys}</table><form method="dialog"><button>close</button></form></dialog>'
+    )
+
+
+def _select(name: str, every: str, values: Any) -> str:
+    first = f'<option value="">{every}</option>' if every else ""
+    prefix = "" if every else "by "
+    options = "".join(f'<option value="{escape(each)}">{prefix}{escape(each)}</option>' for each in values)
+    return f'<select id="{name}" aria-label="{name}">{first}{options}</select>'
+
+
+def command(row: Row) -> str:
+    """What runs the case again."""
+    words = ["gradparity", "show", row.case, "-s", row.subject]
+    return shlex.join(words + (["--seed", str(row.seed)] if row.seed else []))
+
+
+def _find(row: Row, count: int, place: int) -> str:
+    mark = " (expected)" if row.expected else ""
+    colour = figures.COLOURS[row.verdict.value]
+    stage = f" · {escape(row.stage)}" if row.stage else ""
+    head = (
+        f'<span class="badge" style="background:{colour}">{row.verdict.value}</span> '
+        f"<b>{escape(row.subject)}</b>{stage} {escape(row.case)}{mark} <i>{escape(row.symptom)}</i> "
+        f"× {count} <code>{escape(row.signature)}</code>"
+    )
+    data = {
+        "verdict": row.verdict.value,
+        "subject": row.subject,
+        "case": row.case,
+        "cases": count,
+        "seconds": f"{row.seconds:.3f}",
+        "place": place,
+    }
+    words = " ".join(f'data-{key}="{escape(str(value))}"' for key, value in data.items())
+    css = "find expected" if row.expected else "find"
+    opened = " open" if place == 0 else ""
+    return (
+        f'<details class="{css}" {words}{opened}><summary>{head}</summary><div>{_body(row)}</div></details>'
+    )
+
+
+def _body(row: Row) -> str:
+    shown = row.exhibit
+    parts = [f"<p>{escape(row.reason)}</p>", _ablation(row), _copied(command(row))]
+    if "program" in shown:
+        parts.append(f"<h3>Program</h3><pre>{escape(shown['program'].strip())}</pre>")
+    if "timelines" in shown:
+        parts.append(f'<h3>Hooks</h3><div class="wide">{picture(shown["timelines"], row.subject)}</div>')
+    parts += [_raised(shown.get("raised", {})), _errors(shown.get("errors", []))]
+    if "script" in shown:
+        parts.append(
+            f"<details><summary>Script in plain torch</summary>{_copied(shown['script'].strip())}</details>"
+        )
+    return "".join(parts)
+
+
+def _copied(text: str) -> str:
+    """A text with a button that copies it."""
+    return f'<div class="copied"><pre>{escape(text)}</pre><button class="copy">copy</button></div>'
+
+
+def _ablation(row: Row) -> str:
+    steps = row.exhibit.get("ablation", {}).get("steps", [])
+    if not steps:
+        return ""
+    told = " → ".join(f"{escape(step['stage'])} <b>{escape(step['verdict'])}</b>" for step in steps)
+    operator = f"; operator {escape(row.operator)}" if row.operator else ""
+    return f'<p class="ablation">{told}{operator}</p>'
+
+
+def _raised(raised: dict[str, str]) -> str:
+    return "".join(
+        f'<pre class="error">{escape(who)} raises {escape(text)}</pre>' for who, text in raised.items()
+    )
+
+
+def _errors(leaves: list[dict[str, Any]]) -> str:
+    if not leaves:
+        return ""
+    names = ("what", "dtype", "size", "off", "eager", "subject", "allowed", "judged")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    lines = "".join(
+        f'<tr class="{leaf["judged"]}">'
+        + "".join(f"<td>{_cell(leaf[name])}</td>" for name in names)
+        + "</tr>"
+        for leaf in leaves
+    )
+    return f'<h3>Errors</h3><div class="wide"><table><tr>{head}</tr>{lines}</table></div>'
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else escape(str(value))
