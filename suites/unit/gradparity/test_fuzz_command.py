@@ -32,6 +32,9 @@ def finds(tmp_path_factory) -> Path:
     words = ("-s", "planted:none-grad", "--cases", "5", "-n", "0", "--seed", "3", "--finds", str(folder))
     result = invoke(*FUZZ, *words, "--report", str(folder / "out.html"))
     assert (result.exit_code, "5 cases (" in result.stdout) == (1, True), result.stdout
+    assert result.stdout.startswith(
+        "planted:none-grad: programs of seed 3 for 5 cases, 0 workers; finds go to "
+    )
     return folder
 
 

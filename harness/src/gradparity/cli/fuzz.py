@@ -106,6 +106,9 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             ),
             blame=blame,
         )
+        ends = f"{wanted.minutes:g} minutes" if wanted.minutes is not None else f"{cases} cases"
+        told = f"{subject}: programs of seed {seed} for {ends}, {processes} workers; finds go to {finds}"
+        console.print(told, markup=False, soft_wrap=True)
         with started(finds, campaign(wanted)) as progress, watching(console) as view:
             kept = Kept(Folder(finds), console)
             kept.again(progress)
