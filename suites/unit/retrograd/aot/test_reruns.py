@@ -493,3 +493,21 @@ def test_unused_outputs_among_very_many_leave_gradients_undefined() -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_running_again_inside_a_backward_warns_of_nothing(
+    create_graph: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Torch warns of `backward(create_graph=True)`, which nobody has called."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        x = torch.rand(3, requires_grad=True)
+        (slope,) = torch.autograd.grad(
+            aot.function(torch.sin, backend="eager")(x).sum(), x, create_graph=create_graph
+        )
+        assert slope.requires_grad is create_graph
+    finally:
+        torch.set_warn_always(before)
+    assert not [str(one.message) for one in recwarn]

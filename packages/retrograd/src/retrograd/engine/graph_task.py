@@ -118,12 +118,18 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
     if torch._C._current_graph_task_id() == -1:
         return body()
     found: list[Any] = []
-    request = EngineRequest((), (), True, create_graph, accumulate_grad=True)
+    # With create_graph, torch would warn of gradients that this request does not accumulate.
+    request = EngineRequest((), (), True, False, accumulate_grad=True)
+
+    def in_grad_mode() -> None:
+        with torch.set_grad_enabled(create_graph):
+            found.append(body())
+
     levels = torch._C._vmapmode_increment_nesting()
     try:  # torch refuses a nested backward inside its older vmap, which ``is_grads_batched`` uses
         for _ in range(levels):
             torch._C._vmapmode_decrement_nesting()
-        run_in_graph_task(lambda: found.append(body()), request)
+        run_in_graph_task(in_grad_mode, request)
     finally:
         for _ in range(levels - 1):
             torch._C._vmapmode_increment_nesting()
