@@ -58,6 +58,15 @@ class Finding:
     reason: str
     place: str = ""
 
+    @property
+    def note(self) -> str:
+        """What is said of it if another finding decides."""
+        return f"{ALSO}{self.symptom}: {self.reason}"
+
+
+ALSO = "also "
+"""Begins the note of a finding that does not decide."""
+
 
 @dataclass(frozen=True)
 class Row:

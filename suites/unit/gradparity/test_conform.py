@@ -50,6 +50,10 @@ def larger(gm, inputs):
 scaled = aot_autograd(fw_compiler=plain, bw_compiler=larger)
 
 
+def wrong(gm, inputs):
+    return lambda *args: tuple(one * 1.01 for one in gm(*args))
+
+
 def hookless(gm, inputs):
     compiled = aot_eager(gm, inputs)
 
@@ -93,6 +97,14 @@ def test_gradients_that_are_one_percent_too_large_fail_level_1(home: Path) -> No
     assert failed(found)[1] == 2
     assert "grad-values  op_db::sin::0" in result.stdout
     assert "reaches level 0 of 4" in result.stdout
+
+
+def test_wrong_values_fail_level_0_beside_the_gradients_that_they_make_wrong(home: Path) -> None:
+    result, found = judged("planted_backends.py:wrong", "out")
+    assert (result.exit_code, found.reached) == (1, -1), result.output
+    assert found.count(0) == {"failed": 1}
+    symptoms = {item.level: item.symptom for item in found.results if item.case == "op_db::sin::0"}
+    assert symptoms == {0: "values", 1: "grad-values"}
 
 
 def test_dropped_hooks_fail_level_3_only(home: Path) -> None:

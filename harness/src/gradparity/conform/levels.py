@@ -65,7 +65,7 @@ LEVELS = (
         ),
     ),
 )
-"""In their order. A case of several counts at the highest; a scenario of none shows gradients."""
+"""In their order. A scenario of several counts at the highest, one of none shows gradients."""
 
 SCENARIOS, COMPILED = "scenarios", "compiled"
 """The corpus of scenarios, and the tag of those in which something is compiled."""

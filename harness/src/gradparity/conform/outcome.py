@@ -17,13 +17,12 @@ from gradparity.campaign import Campaign, Plan
 from gradparity.conform.levels import LEVELS, level_of_symptom, shown_by
 from gradparity.errors import StoreError, StoreFullError
 from gradparity.reading import read_as, written_by_us
-from gradparity.verdict import Row
+from gradparity.verdict import ALSO, Row
 from gradparity.versions import versions
 
 FORMAT = 1
 PASSED, FAILED, STOCKS, EXPECTED, ASIDE = "passed", "failed", "stock's own", "expected", "set aside"
 RESULTS = (PASSED, FAILED, STOCKS, EXPECTED, ASIDE)
-ALSO = "also "
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,9 @@ def conformance(plan: Plan, campaign: Campaign) -> Conformance:
 
 
 def _results(row: Row, fails: bool) -> Iterable[Result]:
-    """One result for each level that the case shows. Of a sample whose gradients are wrong, the values are
-    right if no oracle says otherwise.
+    """One result for each level that the case shows, and for each at which an oracle finds something. Of a
+    sample whose gradients are wrong, the values are right if no oracle says otherwise.
     """
-    shown = (row.stage, row.signature)
     if row.set_aside:
         found = [(level, ASIDE) for level in shown_by(row.case)]
     elif not row.verdict.is_divergence:
@@ -141,15 +139,14 @@ def _results(row: Row, fails: bool) -> Iterable[Result]:
     else:
         result = FAILED if fails else EXPECTED if row.expected else STOCKS
         also = [note.removeprefix(ALSO).partition(":")[0] for note in row.notes if note.startswith(ALSO)]
-        wrong = level_of_symptom(row.symptom, row.case)
-        others = {level_of_symptom(symptom, row.case) for symptom in also} | {wrong}
-        right = [level for level in shown_by(row.case) if level < min(others)]
-        found = [(wrong, result), *((level, PASSED) for level in right)]
+        wrong: dict[int, str] = {}
+        for symptom in (row.symptom, *also):
+            wrong.setdefault(level_of_symptom(symptom, row.case), symptom)
+        for level, symptom in wrong.items():
+            yield Result(row.case, level, result, row.verdict.value, symptom, row.stage, row.signature)
+        found = [(level, PASSED) for level in shown_by(row.case) if level < min(wrong)]
     for level, result in found:
-        if result in (PASSED, ASIDE):
-            yield Result(row.case, level, result, row.verdict.value if result == ASIDE else "AGREE")
-        else:
-            yield Result(row.case, level, result, row.verdict.value, row.symptom, *shown)
+        yield Result(row.case, level, result, row.verdict.value if result == ASIDE else "AGREE")
 
 
 def _version_of(backend: str) -> dict[str, str]:

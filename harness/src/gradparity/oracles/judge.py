@@ -42,5 +42,5 @@ def judge(evidence: Evidence) -> Judgement:
     first, *rest = found
     if first.verdict is Verdict.UNSUPPORTED:
         rest = []
-    also = tuple(f"also {item.symptom}: {item.reason}" for item in rest)
-    return Judgement(first.verdict, first.symptom, first.reason, also + tuple(evidence.notes), first.place)
+    notes = (*(item.note for item in rest), *evidence.notes)
+    return Judgement(first.verdict, first.symptom, first.reason, notes, first.place)

@@ -1,8 +1,9 @@
 """Values: equal bits where the subject promises them, else close to a float64 reference.
 
 In: Evidence. Out: a Finding for the first leaf that is wrong: DIVERGE, or REF_UNSTABLE where eager itself is
-far from the reference. Values that went through a lower dtype, as eager's did not, are wrong however near
-they are. NaN equals NaN, and 0.0 equals -0.0 (with a note, for subjects that promise bits).
+far from the reference. The first wrong leaf of each further symptom is noted. Values that went through a
+lower dtype, as eager's did not, are wrong however near they are. NaN equals NaN, and 0.0 equals -0.0 (with a
+note, for subjects that promise bits).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def values(evidence: Evidence) -> Finding | None:
     """Compares the data of every leaf whose metadata agrees."""
     if evidence.other_numbers:
         return None
-    unstable: Finding | None = None
+    found: dict[str, Finding] = {}
     for pair in evidence.pairs:
-        found = leaf_values(pair, evidence)
-        if found is not None and found.verdict is not Verdict.REF_UNSTABLE:
-            return found
-        unstable = unstable or found
-    return unstable
+        if (one := leaf_values(pair, evidence)) is not None:
+            found.setdefault(one.symptom, one)
+    wrong = [one for one in found.values() if one.verdict is not Verdict.REF_UNSTABLE]
+    evidence.notes += [one.note for one in wrong[1:]]
+    return next(iter(wrong or found.values()), None)
 
 
 def errors(evidence: Evidence) -> Iterator[LeafError]:
