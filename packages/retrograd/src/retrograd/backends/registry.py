@@ -46,6 +46,7 @@ class EagerBackend(AtenBackend):
     name = "eager"
     traces = False
     takes_parts = False
+    for_speed = False
 
 
 class InductorBackend(Backend):
