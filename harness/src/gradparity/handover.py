@@ -12,18 +12,19 @@ from pathlib import Path
 import torch
 from torch.utils import collect_env
 
-from gradparity.errors import CaseError, ReproError, StoreFullError
+from gradparity.errors import CaseError, ReproError
 from gradparity.finds import Judged
 from gradparity.issue.markdown import Find, markdown
 from gradparity.repro.script import runnable, script
 from gradparity.repro.short import short
 from gradparity.sweep import DIFFERS, VERSIONS, said
+from gradparity.writing import write_text
 
 
 def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
     """Writes the script. Raises ReproError if there is no form in plain torch."""
     path = folder / f"repro_{label(found)}.py"
-    return _written(path, script(found.program, found.subject, found.row, device, path.name))
+    return write_text(path, script(found.program, found.subject, found.row, device, path.name))
 
 
 def write_short(found: Judged, folder: Path) -> Path | None:
@@ -31,7 +32,7 @@ def write_short(found: Judged, folder: Path) -> Path | None:
     path = folder / f"short_{label(found)}.py"
     try:
         for text in short(runnable(found.program), found.subject, found.row):
-            _written(path, text)
+            write_text(path, text)
             told = said(Path(sys.executable), path)
             raises = "raise" in found.row.symptom or "exception" in found.row.symptom
             if told.startswith(DIFFERS) and ("raises" not in told or raises):
@@ -51,18 +52,9 @@ def write_issue(found: Judged, folder: Path, sweep: dict[str, str]) -> Path:
     draft = markdown(
         Find(found.row, program.doc, text, environment, program.issue, sweep, attached, VERSIONS)
     )
-    return _written(folder / f"issue_{label(found)}.md", draft)
+    return write_text(folder / f"issue_{label(found)}.md", draft)
 
 
 def label(found: Judged) -> str:
     """What the files are named for."""
     return found.row.signature or found.program.case.name
-
-
-def _written(path: Path, text: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreFullError(f"cannot write {path}: {error}\n  try    another folder") from error
-    return path

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
-from gradparity.errors import StoreFullError
 from gradparity.verdict import Row
+from gradparity.writing import written
 
 FORBIDDEN = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 """Characters that XML cannot hold."""
@@ -21,11 +21,8 @@ FORBIDDEN = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U00
 
 def write_junit(rows: Iterable[Row], path: Path, errors: Sequence[str] = ()) -> None:
     """Writes the file. Raises StoreFullError if it cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with written(path):
         Xml.ElementTree(tree(rows, errors)).write(path, encoding="utf-8", xml_declaration=True)
-    except OSError as error:
-        raise StoreFullError(f"cannot write {path}: {error}\n  try    another path") from error
 
 
 def tree(rows: Iterable[Row], errors: Sequence[str] = ()) -> Xml.Element:

@@ -20,9 +20,10 @@ from gradparity.cli.progress import watching
 from gradparity.conform.badge import badge
 from gradparity.conform.compare import Change, changed
 from gradparity.conform.levels import LEVELS
-from gradparity.conform.outcome import RESULTS, Conformance, Result, conformance, read, write_text
+from gradparity.conform.outcome import RESULTS, Conformance, Result, conformance, read
 from gradparity.conform.run import conformed
 from gradparity.subjects.registry import full_name
+from gradparity.writing import write_text
 
 MOST_SHOWN = 16
 """So many kinds of failures are shown, or cases that changed: the rest stands in the file."""

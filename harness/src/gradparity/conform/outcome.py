@@ -15,10 +15,11 @@ from pathlib import Path
 
 from gradparity.campaign import Campaign, Plan
 from gradparity.conform.levels import LEVELS, level_of_symptom, shown_by
-from gradparity.errors import StoreError, StoreFullError
+from gradparity.errors import StoreError
 from gradparity.reading import read_as, written_by_us
 from gradparity.verdict import ALSO, Row
 from gradparity.versions import versions
+from gradparity.writing import write_text
 
 FORMAT = 1
 PASSED, FAILED, STOCKS, EXPECTED, ASIDE = "passed", "failed", "stock's own", "expected", "set aside"
@@ -88,15 +89,6 @@ class Conformance:
     def write(self, path: Path) -> None:
         """Writes the JSON. Raises StoreFullError."""
         write_text(path, self.text())
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, with the folders above it. Raises StoreFullError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreFullError(f"cannot write {path}: {error}") from error
 
 
 def read(path: Path) -> Conformance:

@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradparity.errors import StoreFullError
 from gradparity.html import figures
 from gradparity.html.finds import finds
 from gradparity.html.wording import SUMMARY, TITLE
@@ -20,6 +19,7 @@ from gradparity.report import column
 from gradparity.store.store import Run
 from gradparity.verdict import Row
 from gradparity.versions import versions
+from gradparity.writing import write_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,11 +36,7 @@ CHARTS: tuple[tuple[str, str, Callable[[list[Row]], Any]], ...] = (
 
 def write_page(rows: list[Row], path: Path, history: list[tuple[Run, list[Row]]] | None = None) -> None:
     """Writes the page. Raises StoreFullError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(rows, history or []), encoding="utf-8")
-    except OSError as error:
-        raise StoreFullError(f"cannot write {path}: {error}\n  try    another path") from error
+    write_text(path, page(rows, history or []))
 
 
 def page(rows: list[Row], history: list[tuple[Run, list[Row]]]) -> str:

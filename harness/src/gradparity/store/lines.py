@@ -10,20 +10,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradparity.errors import StoreError, StoreFullError
+from gradparity.errors import StoreError
 from gradparity.reading import each_line
 from gradparity.verdict import Row
+from gradparity.writing import written
 
 
 def write_lines(rows: Iterable[Row], path: Path) -> None:
     """One JSON object per row. Raises StoreFullError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as out:
-            for row in rows:
-                out.write(line(row))
-    except OSError as error:
-        raise StoreFullError(f"cannot write {path}: {error}\n  try    another path") from error
+    with written(path), path.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(line(row))
 
 
 def line(row: Row) -> str:
