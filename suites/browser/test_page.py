@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from browser.exhibits import BROWSER, LEAF, TIMELINES, WITHOUT
 from gradparity.html.page import write_page
 from gradparity.store.store import Run
 from gradparity.verdict import Row, Verdict
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is installed")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 
 FLAGS = (
     "--headless",
@@ -30,15 +28,6 @@ FLAGS = (
     "--virtual-time-budget=8000",
     "--window-size=1200,2400",
 )
-LEAF = {
-    "what": "grad x", "dtype": "float32", "size": 2.0, "off": 0.5, "eager": 1e-7,
-    "subject": 0.5, "allowed": 1e-5, "judged": "DIVERGE",
-}  # fmt: skip
-TIMELINES = {
-    "eager": ["tensor b (1)", "tensor a (2)"],
-    "subject": ["tensor a (2)", "tensor b (1)"],
-    "differ": [0, 1],
-}
 ROWS = [
     Row("op_db::add::0", 0, "op_db", "s", Verdict.AGREE, compiles=1, seconds=0.5),
     Row(

@@ -6,32 +6,21 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser.exhibits import BROWSER, LEAF, TIMELINES, WITHOUT
 from gradparity.html.page import write_page
 from gradparity.verdict import Row, Verdict
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is installed")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 
 WIDTHS = (360, 800, 1600)
 LONG = "a_name_of_a_scenario_that_is_as_long_as_names_of_scenarios_are_when_they_are_long_and_have_no_blanks"
-LEAF = {
-    "what": "grad x", "dtype": "float32", "size": 2.0, "off": 0.5, "eager": 1e-7,
-    "subject": 0.5, "allowed": 1e-5, "judged": "DIVERGE",
-}  # fmt: skip
-TIMELINES = {
-    "eager": ["tensor b (1)", "tensor a (2)"],
-    "subject": ["tensor a (2)", "tensor b (1)"],
-    "differ": [0, 1],
-}
 
 
 def found(name: str, verdict: Verdict, symptom: str, **more: Any) -> Row:
