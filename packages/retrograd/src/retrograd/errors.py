@@ -150,6 +150,11 @@ class BackendError(RetrogradError):
     """A backend or a partitioner returned something unusable."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown `name`: the nearest known one, if one is near."""
+    return "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, list(known), n=1))
+
+
 class OptionError(RetrogradError, ValueError, TypeError):
     """An option or argument does not exist, or has a value that is not allowed.
 
@@ -166,8 +171,7 @@ class OptionError(RetrogradError, ValueError, TypeError):
     @classmethod
     def unknown(cls, name: str, known: Iterable[str], expected: str = "") -> Self:
         """The error for an option that is not in `known`. Without `expected`, it lists the known options."""
-        close = difflib.get_close_matches(name, known := list(known), n=1)
-        found = "there is no such option" + (f"; did you mean {close[0]!r}?" if close else "")
+        found = f"there is no such option{nearest(name, known := list(known))}"
         return cls(name, found, expected or f"one of {', '.join(known)}")
 
 

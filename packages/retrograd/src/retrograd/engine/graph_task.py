@@ -265,6 +265,12 @@ def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
             raise AssertionError("torch registers node hooks in another way than it did")
 
 
+def _came(late: LateHook) -> None:
+    """Tell all running plans of a hook."""
+    for changes in tuple(_watched):
+        changes.late.append(late)
+
+
 def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
@@ -276,8 +282,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
             on_hook(hooks, node)
             if leaf_of(node) is None:
                 _edges[handle] = node._sequence_nr(), slot
-            for changes in tuple(_watched):
-                changes.late.append(LateHook(kind, node, slot, hook, handle.id))
+            _came(LateHook(kind, node, slot, hook, handle.id))
         return handle
 
     return register
@@ -300,11 +305,8 @@ def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
     before = bool(_watched) and _retains_grad(tensor)
     original(tensor)
     if _watched and not before and _retains_grad(tensor):
-        late = LateHook(
-            HookKind.RETAIN_GRAD, *_edge_of(tensor), functools.partial(_retain, weakref.ref(tensor))
-        )
-        for changes in tuple(_watched):
-            changes.late.append(late)
+        retain = functools.partial(_retain, weakref.ref(tensor))
+        _came(LateHook(HookKind.RETAIN_GRAD, *_edge_of(tensor), retain))
 
 
 @without_torch_functions

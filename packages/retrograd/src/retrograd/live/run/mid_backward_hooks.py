@@ -51,28 +51,23 @@ def rest_with_changes(
     Returns:
         The remaining backward and the values of its placeholders: first those of `values`, in order.
     """
-    finished = set(_nodes(done))
-    current = done[-1]
+    finished, current = set(_nodes(done)), done[-1]
     assert isinstance(current, OpaqueCall)
+    here = call_of(current.node)
     remaining = {call.node_call for node, call in graph.calls() if node not in finished}
     late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
     waiting = [
         (call, node.args[0])
         for node, call in graph.calls()
-        if call.kind is CallKind.HOOK
-        and node not in finished
-        and not _same_hooks(call, call_of(current.node))
+        if call.kind is CallKind.HOOK and node not in finished and not _same_hooks(call, here)
     ]
     index = {node: i for i, node in enumerate(backward.node_calls)}
-    came = _by_node_call(late, index, call_of(current.node), [call for call, _ in waiting])
+    came = _by_node_call(late, index, here, [call for call, _ in waiting])
     _forget_removed(waiting, removed, values, backward)
     requested = [(index.get(node), slot) for node, slot in map(edge_of, backward.request.inputs)]
-    if came.keys() - remaining:  # nodes that are not executed and have no hooks left
-        places = positions_in_eager(graph, backward)
-        now = places[call_of(current.node).place]
-        came = {i: hooks for i, hooks in came.items() if i in remaining or places[i, 0] >= now}
-    else:
-        places = {}
+    # A node that is not executed and has no hooks left may have been passed already.
+    places = positions_in_eager(graph, backward) if came.keys() - remaining else {}
+    came = {i: on for i, on in came.items() if i in remaining or places[i, 0] >= places[here.place]}
     rest = _Rest(graph, list(values), finished, came, requested, places)
     hooks = [late.hook for waiting in came.values() for late in waiting]
     return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,7 @@ from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
 from retrograd.engine import Collected, HookChanges, LiveBackward, Versions, versions_of, watching
-from retrograd.errors import Reason
+from retrograd.errors import Reason, nearest
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
     BackwardGraph,
@@ -239,8 +238,8 @@ def _unmatched(graph: BackwardGraph, names: Iterable[str]) -> Iterator[Reason]:
     """A note for each name in ``opaque=`` that no functional call of this backward has."""
     known = {call_name(node) for node, call in graph.calls() if call.kind.is_functional} if names else set()
     for name in sorted({*names} - known):
-        nearest = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, n=1))
-        yield Reason("opaque-unmatched", f"no node is called {name!r} (opaque=){nearest}", "live.schedule")
+        text = f"no node is called {name!r} (opaque=){nearest(name, known)}"
+        yield Reason("opaque-unmatched", text, "live.schedule")
 
 
 def _postpone_the_rest(schedule: Schedule, runners: Sequence[SegmentRunner]) -> None:
