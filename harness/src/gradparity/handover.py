@@ -7,6 +7,7 @@ In: a judged case, a folder. Out: `repro_<signature>.py`, which observes all tha
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,15 +31,13 @@ def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
 def write_short(found: Judged, folder: Path) -> Path | None:
     """Writes the shortest script that differs when it is run, as the row says; None if there is none."""
     path = folder / f"short_{label(found)}.py"
-    try:
+    with suppress(CaseError, ReproError):
         for text in short(runnable(found.program), found.subject, found.row):
             write_text(path, text)
             told = said(Path(sys.executable), path)
             raises = "raise" in found.row.symptom or "exception" in found.row.symptom
             if told.startswith(DIFFERS) and ("raises" not in told or raises):
                 return path
-    except (CaseError, ReproError):
-        return None
     path.unlink(missing_ok=True)
     return None
 
