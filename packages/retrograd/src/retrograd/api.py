@@ -39,8 +39,8 @@ from retrograd.live.session import Session
 from retrograd.probe import check_supported
 from retrograd.process import forget_everything
 from retrograd.report import Report, process_report
-from retrograd.runtime.cuda import side_streams
 from retrograd.runtime.modes import context_decorator
+from retrograd.runtime.streams import side_streams
 
 
 class CompiledAutograd:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -94,9 +96,28 @@ def test_the_peak_of_a_backward_is_eagers() -> None:
         assert peak(retrograd.compiled_autograd(backend, strict=True)) <= 1.1 * eager
 
 
-def spread_over_streams(context: Context, waits: bool) -> list[torch.Tensor]:
+#: How a program makes a stream current.
+SWITCHES: dict[str, Callable[[torch.cuda.Stream], Context]] = {
+    "torch.cuda.stream": torch.cuda.stream,
+    "a stream as a context": lambda stream: stream,
+    "torch.accelerator.set_stream": lambda stream: by_set_stream(stream),
+}
+
+
+@contextlib.contextmanager
+def by_set_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    outside = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    yield
+    torch.accelerator.set_stream(outside)
+
+
+def spread_over_streams(
+    context: Context, waits: bool, switch: str = "torch.cuda.stream"
+) -> list[torch.Tensor]:
     """Steps whose two branches run on streams of their own that are kept busy, with hooks that work on yet
     another one; the backward is called from a stream that has waited for nobody if not `waits`."""
+    on = SWITCHES[switch]
     torch.manual_seed(0)
     weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -114,7 +135,7 @@ def spread_over_streams(context: Context, waits: bool) -> list[torch.Tensor]:
         torch.cuda.synchronize()
         halves = []
         for weight, stream in zip(weights, streams[:2], strict=False):
-            with torch.cuda.stream(stream):
+            with on(stream):
                 torch.cuda._sleep(2_000_000)
                 half = (x @ weight).tanh()
                 half.register_hook(on_a_stream_of_its_own)
@@ -135,19 +156,78 @@ def spread_over_streams(context: Context, waits: bool) -> list[torch.Tensor]:
     return [*[weight.grad for weight in weights if weight.grad is not None], *seen]
 
 
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_forwards_on_several_streams(backend: str) -> None:
+def test_forwards_on_several_streams(backend: str, switch: str) -> None:
     expected = spread_over_streams(contextlib.nullcontext(), waits=True)
     context = retrograd.compiled_autograd(backend, strict=True)
     for _ in range(3):
-        found = spread_over_streams(context, waits=False)
+        found = spread_over_streams(context, waits=False, switch=switch)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_stream_of_another_thread_is_waited_for(switch: str) -> None:
+    """Its thread has made nodes on it and never leaves it; ours calls the backward without waiting."""
+    weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+    x, stream, losses = torch.randn(256, 64, device="cuda"), torch.cuda.Stream(), []
+    expected = torch.autograd.grad((x @ weight).tanh().square().sum(), weight)
+
+    def forward() -> None:
+        SWITCHES[switch](stream).__enter__()
+        torch.cuda._sleep(50_000_000)
+        losses.append((x @ weight).tanh().square().sum())
+
+    torch.cuda.synchronize()
+    with retrograd.compiled_autograd("eager", strict=True):
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+        found = torch.autograd.grad(losses, weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_streams_without_nodes_are_left_to_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks copy gradients to the CPU on their own stream, as offloading does: we add no wait."""
+    counts: list[int] = []
+    original = torch.cuda.Stream.wait_stream
+
+    def counting(self: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        counts[-1] += 1
+        original(self, other)
+
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", counting)
+    weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(4)]
+    stream, copies = torch.cuda.Stream(), []
+
+    def offload(grad: torch.Tensor) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copies.append(grad.to("cpu", non_blocking=True))
+        grad.record_stream(stream)
+
+    def step(context: Context) -> list[torch.Tensor]:
+        counts.append(0)
+        copies.clear()
+        x = torch.ones(8, 64, device="cuda")
+        for weight in weights:
+            x = (x @ weight).tanh()
+            x.register_hook(offload)
+        with context:
+            x.sum().backward()
+        torch.cuda.synchronize()
+        return [copy.clone() for copy in copies]
+
+    context = retrograd.compiled_autograd("eager")
+    eager, *ours = step(contextlib.nullcontext()), *(step(context) for _ in range(3))
+    assert counts == [4] * 4
+    assert all(all(map(torch.equal, eager, one)) for one in ours)
 
 
 def test_one_stream_waits_for_nothing() -> None:
     program = """
 import torch, retrograd
-from retrograd.runtime.cuda import side_streams
+from retrograd.runtime.streams import side_streams
 x = torch.ones(3, device="cuda", requires_grad=True)
 with retrograd.compiled_autograd("eager"):
     x.sin().sum().backward()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import retrograd
 from retrograd.events import counters
-from retrograd.runtime.cuda import side_streams
+from retrograd.runtime.streams import side_streams
 from unit.retrograd.programs import everything, leaf
 
 BACKENDS = ("eager", "aten")
@@ -332,7 +332,8 @@ def test_retain_graph_grad_and_inputs(backend: str) -> None:
 def test_user_code_is_put_in_order_with_streams_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(side_streams, "any", True)
-    monkeypatch.setattr(side_streams, "separate", lambda: iter(asked.append(1) or ()))
+    monkeypatch.setattr(side_streams, "of_nodes", lambda oldest: frozenset({(0, 1)}))
+    monkeypatch.setattr(side_streams, "separate", lambda keys: iter(asked.append(1) or ()))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x, counts = leaf(), []
     with retrograd.compiled_autograd("eager", strict=True):

@@ -72,10 +72,10 @@ from retrograd.engine.request import (
     leads_to,
     leaf_of,
     names_of_nodes,
-    next_sequence_number,
     nodes_below,
     passes_through_function,
     read_ranks,
+    streams_of,
     why_not_collectable,
 )
 from retrograd.engine.saved import (

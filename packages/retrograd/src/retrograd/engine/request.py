@@ -34,7 +34,7 @@ from retrograd.graph.eager_order import (
 )
 from retrograd.graph.reach import reached
 from retrograd.process import cached_property
-from retrograd.runtime.cuda import side_streams
+from retrograd.runtime.streams import side_streams
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
     """Why the engine cannot hand this backward over to us, as a code and a sentence; None if it can."""
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode checks every node's result as soon as it is there"
-    if side_streams.any and torch.cuda.is_current_stream_capturing():
+    if side_streams.any and torch.cuda.is_current_stream_capturing() and streams_of(request):
         return "cuda-graph-capture", "a CUDA graph is being captured in a program that uses several streams"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "dispatch-mode", "a TorchDispatchMode is active and must see every operation of the backward"
@@ -79,6 +79,11 @@ def why_not_collectable(request: EngineRequest) -> tuple[str, str] | None:
     if torch.is_inference_mode_enabled():
         return "inference-mode", "inference mode is active"
     return None
+
+
+def streams_of(request: EngineRequest) -> frozenset[tuple[int, int]]:
+    """The streams on which nodes of `request` may have been made, besides the default ones."""
+    return side_streams.of_nodes(lambda: oldest_number(request))
 
 
 def is_traced() -> bool:
@@ -111,9 +116,9 @@ def read_ranks(request: EngineRequest) -> tuple[int, ...]:
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 
-def next_sequence_number() -> int:
-    """The sequence number that the next node made on this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())
+def oldest_number(request: EngineRequest) -> int:
+    """The smallest sequence number of the nodes of `request`; that of leaves is the largest number."""
+    return min((node._sequence_nr() for node in nodes_below(map(edge_of, request.tensors))), default=0)
 
 
 def names_of_nodes(request: EngineRequest) -> tuple[str, ...]:

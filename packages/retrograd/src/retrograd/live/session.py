@@ -26,6 +26,7 @@ from retrograd.engine import (
     plans_under_way,
     run_in_graph_task,
     run_stock,
+    streams_of,
     why_not_collectable,
 )
 from retrograd.errors import CaptureError, Reason, Refusal, first_line
@@ -38,8 +39,8 @@ from retrograd.live.lower.lowerer import INTERPRETED_PART
 from retrograd.live.run.plan import Plan
 from retrograd.process import Recent, restored_on_error
 from retrograd.report import BackwardReport, Report, tell, told_to
-from retrograd.runtime.cuda import in_order_with_streams, side_streams
 from retrograd.runtime.profiler import event
+from retrograd.runtime.streams import in_order_with_streams
 from retrograd.specialize.profitability import Pace
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -186,8 +187,9 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            in_order = in_order_with_streams() if side_streams.any else _NOTHING
             self._note_run(plan)
+            streams = streams_of(request)
+            in_order = in_order_with_streams(streams) if streams else _NOTHING
             with event("retrograd.run", plan.log.compile_id), in_order:
                 results.append(tuple(answering(backward, plan.run, call, backward)))
 

@@ -1,36 +1,28 @@
-"""CUDA graphs and streams: records what a function does on a device, and orders work between streams.
+"""CUDA graphs: records what a function does on a device.
 
-In: a function over a list of tensors; the streams that user code switches to, seen from the first context on.
-Out: a CUDA graph, and results in separate memory that each replay overwrites; waits between streams.
+In: a function over a list of tensors. Out: a CUDA graph, and results in separate memory that each replay
+overwrites.
 
 A recording allocates from a *pool*. It owns the memory of its results there; every recording may write to the
 rest. Replays run one after the other, on one stream. Whoever replays must protect two kinds of live results,
 since the replay may overwrite them: those of later recordings, and those that no recording owned when this
 one was made.
-
-Eager runs each node of a backward on the stream of its forward, and makes the caller's stream wait for those
-of the leaves. Python cannot query a node's stream, so a plan runs on the stream that is current when
-``.backward()`` is called. It could then read what another stream has yet to write, and memory that it frees
-may be given to another stream at once. So the plan begins after all work queued on the other streams, and
-their later work begins after the plan. The same holds around each call of user code in it. Programs with only
-one stream wait for nothing.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from retrograd.errors import Refusal
-from retrograd.facts.patches import handle
 from retrograd.graph.emit import Boxed
 from retrograd.process import ForkSafeLock
+from retrograd.runtime.streams import CaptureStream, side_streams
 from retrograd.runtime.tensor import storage_of
 
 _PoolId = Any  # a pair of numbers; torch defines its type for type checkers only
@@ -41,11 +33,6 @@ class Handle(NamedTuple):
 
     pool: _PoolId
     tiny: torch.cuda.CUDAGraph
-
-
-class CaptureStream(torch.cuda.Stream):
-    """The stream for captures, which the default stream does not allow. It gets no other work, so nothing
-    waits for it."""
 
 
 #: Without this lock, captures by several threads would share cuBLAS workspaces.
@@ -106,8 +93,7 @@ class CudaRecorder:
     def wait_for_streams(self) -> None:
         """Make the current streams wait for all others seen: these may still read memory that a replay
         overwrites, even if no reference to it is left."""
-        if side_streams.any:
-            _join()
+        side_streams.join_all()
 
     def new_pool(self, device: torch.device) -> Handle:
         """A pool for recordings on `device`."""
@@ -225,86 +211,3 @@ def _refuse_foreign(outputs: Sequence[Any], given: Collection[int], pool: _PoolI
         inside = (s["address"] <= where < s["address"] + s["total_size"] for s in segments)
         if where and not any(inside):
             raise Refusal("recording", "its memory comes from a pool of somebody else's")
-
-
-class SideStreams:
-    """The streams that user code has switched to, by device.
-
-    Attributes:
-        any: whether there are any.
-    """
-
-    def __init__(self) -> None:
-        self.any = False
-        self._seen: dict[tuple[int, int], torch.cuda.Stream] = {}
-        #: Streams that other code created and may destroy.
-        self._external: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
-        self._watches = False
-
-    def watch(self) -> None:
-        """From now on, record the streams that are switched to. Existing streams count as seen."""
-        if self._watches:
-            return
-        self._watches = True
-        if torch.cuda.is_initialized():
-            for item in gc.get_objects():
-                if type(item) is torch.cuda.Stream:
-                    self._note(item)
-        handle("torch.cuda:set_stream", self._switching)
-
-    def _switching(self, original: Callable[..., Any], stream: Any) -> Any:
-        if stream is not None:
-            self._note(stream)
-        return original(stream)
-
-    def _note(self, stream: Any) -> None:
-        if stream.cuda_stream and not isinstance(stream, CaptureStream):  # the default stream has no handle
-            # torch's own streams come from a pool and outlive their Python objects.
-            streams = self._seen if type(stream) is torch.cuda.Stream else self._external
-            streams[stream.device_index, stream.cuda_stream] = stream
-            self.any = True
-
-    def separate(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-        """Pairs of a device's current stream and another stream that must be ordered with it."""
-        seen = {**self._seen, **self._external}
-        for device in {device for device, _ in seen}:
-            current = torch.cuda.current_stream(device)
-            others = [stream for (index, _), stream in seen.items() if index == device]
-            for other in (torch.cuda.default_stream(device), *others):
-                if other != current:
-                    yield current, other
-
-
-side_streams = SideStreams()
-
-
-def in_order_with_streams() -> AbstractContextManager[None]:
-    """Run the block after all work queued on other streams; their later work waits for the block."""
-    return _between(_join, _part)
-
-
-def user_code_in_order() -> AbstractContextManager[None]:
-    """Around user code inside `in_order_with_streams`: the code may queue work on other streams."""
-    return _between(_part, _join)
-
-
-@contextmanager
-def _between(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    if not side_streams.any:
-        yield
-        return
-    before()
-    try:
-        yield
-    finally:
-        after()
-
-
-def _join() -> None:
-    for current, other in side_streams.separate():
-        current.wait_stream(other)
-
-
-def _part() -> None:
-    for current, other in side_streams.separate():
-        other.wait_stream(current)

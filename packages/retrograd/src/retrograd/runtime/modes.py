@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 from retrograd.facts.patches import hidden_from_dynamo
 from retrograd.graph.fx import real_tensors
 from retrograd.process import ForkSafeLock, restore_after_errors, restore_saved
-from retrograd.runtime.cuda import side_streams, user_code_in_order
+from retrograd.runtime.streams import user_code_in_order
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -274,9 +274,6 @@ class ModesKept:
             _switch(now, self._before)
 
 
-_AT_ONCE = nullcontext()
-
-
 class UserCode(ModesKept):
     """Calls user code, one call after another, and restores modes after each."""
 
@@ -285,7 +282,7 @@ class UserCode(ModesKept):
     def call(self, fn: Callable[..., T], args: Sequence[Any]) -> T:
         """Return ``fn(*args)``."""
         self.left = None
-        with self, user_code_in_order() if side_streams.any else _AT_ONCE:
+        with self, user_code_in_order():
             return fn(*args)
 
 

@@ -30,10 +30,10 @@ from retrograd.engine import (
     edge_of,
     hooks_on,
     leaf_of,
-    next_sequence_number,
     nodes_below,
 )
 from retrograd.runtime.modes import without_torch_functions
+from retrograd.runtime.streams import next_sequence_number
 
 #: We inspect this many values for each hook. If a hook reaches more, it counts as asking for gradients. We do
 #: not inspect containers that are longer than this.
