@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import retrograd
+from retrograd.runtime.streams import side_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -197,6 +198,7 @@ def test_streams_without_nodes_are_left_to_hooks(monkeypatch: pytest.MonkeyPatch
         original(self, other)
 
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", counting)
+    monkeypatch.setattr(side_streams, "_current_on", {})  # other tests have left streams current on threads
     weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(4)]
     stream, copies = torch.cuda.Stream(), []
 
