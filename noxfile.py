@@ -265,6 +265,13 @@ def ray(session: nox.Session) -> None:
     session.run("pytest", "suites/cluster", *session.posargs, env=settings(session))
 
 
+@nox.session(venv_backend="none", requires=["env"])
+def distributed(session: nox.Session) -> None:
+    """Forty ways to train on two and four gloo ranks, each in eager and compiled (10 min)."""
+    with session.chdir("suites"):
+        run(session, "python", "-m", "distributed.cells", *session.posargs)
+
+
 @nox.session(reuse_venv=True)
 def browser(session: nox.Session) -> None:
     """gradparity's HTML report in a headless browser; skipped, with the reason, where there is none."""

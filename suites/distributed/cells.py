@@ -136,6 +136,12 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any] | None, Callable[[], Context]]]
     "compile": (functools.partial(retrograd.compile, backend="eager"), contextlib.nullcontext),
 }
 
+#: What eager runs, by wrapper: torch's C++ reducer cannot be captured.
+FALLBACKS = {"DDP": ["capture-failed"], "replicate": ["capture-failed"]}
+#: Autocast casts a weight once for all four microbatches in eager, once for each call in compiled code, so
+#: gradients of weights arrive earlier ("All compiled forwards" in docs/limits.md).
+KNOWN = {("1F1B, mixed precision", "compile")}
+
 
 # one run
 
@@ -317,8 +323,19 @@ def cells(rank: int, ranks: int, rendezvous: str, chosen: argparse.Namespace, ou
     dist.destroy_process_group()
 
 
+def unexpected(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The cells and ways that are not as `KNOWN` and `FALLBACKS` say."""
+    return [
+        f"{cell}, {way}: {told}"
+        for cell, ways in found.items()
+        for way, told in ways.items()
+        if bool(told["differs"]) != ((cell, way) in KNOWN)
+        or told["fallbacks"] != (FALLBACKS.get(cell.split(",")[0], []) if way != "eager" else [])
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Spawn the ranks, print the table as JSON, and end with 1 if a value, hook or collective differs."""
+    """Spawn the ranks, print the table as JSON, and end with 1 and a list if a cell is unexpected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wrappers", default=",".join(WRAPPERS))
     parser.add_argument("--modes", default=",".join(MODES))
@@ -336,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout.write(text + "\n")
     if chosen.out:
         Path(chosen.out).write_text(text + "\n")
-    sys.exit(any(way["differs"] for cell in found.values() for way in cell.values()))
+    sys.exit("\n".join(unexpected(found)) or 0)
 
 
 if __name__ == "__main__":
