@@ -140,7 +140,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any] | None, Callable[[], Context]]]
 FALLBACKS = {"DDP": ["capture-failed"], "replicate": ["capture-failed"]}
 #: Autocast casts a weight once for all four microbatches in eager, once for each call in compiled code, so
 #: gradients of weights arrive earlier ("All compiled forwards" in docs/limits.md).
-KNOWN = {("1F1B, mixed precision", "compile")}
+KNOWN = {(f"{wrapper}, mixed precision", "compile") for wrapper in ("1F1B", "zero bubble")}
 
 
 # one run
@@ -348,8 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             meeting, out = (os.fspath(Path(folder) / name) for name in ("rendezvous", "out.json"))
             torch.multiprocessing.spawn(cells, args=(ranks, meeting, chosen, out), nprocs=ranks)
             found |= json.loads(Path(out).read_text())
-    table = {"torch": torch.__version__, "cells": found}
-    text = json.dumps(table, indent=1, ensure_ascii=False)
+    lines = ",\n".join(f"  {json.dumps(cell)}: {json.dumps(ways)}" for cell, ways in found.items())
+    text = f'{{\n "torch": "{torch.__version__}",\n "cells": {{\n{lines}\n }}\n}}'
     sys.stdout.write(text + "\n")
     if chosen.out:
         Path(chosen.out).write_text(text + "\n")
