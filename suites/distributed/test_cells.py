@@ -1,0 +1,43 @@
+"""The forty ways to train on ranks: two that run, what counts as a difference, and the committed results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distributed.cells import MODES, WRAPPERS, Outcome, difference, main, unexpected
+
+RESULTS = Path(__file__).parent / "results" / "cells_gloo_torch2.13.json"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_and_pipelined_training_equals_eager() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--wrappers", "FSDP2,zero bubble", "--modes", "accumulation"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("part", ["values", "hooks", "collectives", "parameters"])
+def test_a_difference_in_any_part_is_seen(part: str) -> None:
+    eager, ours = Outcome(), Outcome()
+    getattr(eager, part).extend("ab")
+    getattr(ours, part).extend("ac")
+    assert difference(eager, eager) == ""
+    assert difference(eager, ours) == f"{part}: 2 for 2; number 1: ['c'] for ['b']"
+    getattr(ours, part)[:] = "a"
+    assert difference(eager, ours) == f"{part}: 1 for 2; number 1: [] for ['b']"
+
+
+def test_a_fallback_is_unexpected_where_none_is_stated() -> None:
+    fine = {"differs": [], "fallbacks": []}
+    fell_back = {"differs": [], "fallbacks": ["capture-failed"]}
+    assert unexpected({"DDP, plain": {"live": fell_back}, "TP, plain": {"live": fine}}) == []
+    assert len(unexpected({"DDP, plain": {"live": fine}, "TP, plain": {"live": fell_back}})) == 2
+
+
+def test_the_committed_results_are_all_as_stated() -> None:
+    found = json.loads(RESULTS.read_text())["cells"]
+    assert len(found) == len(WRAPPERS) * len(MODES) == 40
+    assert unexpected(found) == []
