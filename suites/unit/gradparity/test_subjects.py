@@ -463,14 +463,15 @@ def test_a_whole_step_is_one_graph_with_its_backward() -> None:
 def test_a_precompiled_step_is_served_again_with_other_values() -> None:
     subject, model = resolve("stock-precompile:eager"), torch.nn.Linear(3, 1)
 
-    def step(backward, x):
-        loss = model(x).sum()
+    def step(backward, x, scale, power):
+        loss = (model(x) * scale).sum() ** power
         backward(loss)
         return loss.detach()
 
     run = subject.training_step(step)
     for factor in (1.0, 2.0):
         model.zero_grad()
-        x = torch.full((2, 3), factor)
-        assert torch.equal(run(x), model(x).sum())
-        assert model.weight.grad.tolist() == [[2 * factor] * 3]
+        x, scale = torch.full((2, 3), factor), torch.tensor(3.0, requires_grad=True)
+        assert torch.equal(run(x, scale, 1), 3 * model(x).sum())
+        assert model.weight.grad.tolist() == [[6 * factor] * 3]
+        assert torch.equal(scale.grad, model(x).sum())

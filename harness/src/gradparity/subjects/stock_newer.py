@@ -7,7 +7,7 @@ Each needs a `Feature` of torch. Where torch lacks it, to ask for the subject ra
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -139,7 +139,8 @@ class StockPrecompile(DynamoSubject):
     """torch.compiler.precompile of whole training steps; other programs run as eager does.
 
     What it writes has no autograd graph: a function whose result is differentiated outside cannot be given to
-    it. A step is captured at its first call. The modules that it closes over are arguments of the capture.
+    it. A step is captured at its first call. The modules that it closes over are arguments of the capture, and
+    so are the leaves that it is given, as parameters of one more module.
     """
 
     def __init__(self, name: str, backend: str) -> None:
@@ -160,17 +161,37 @@ class StockPrecompile(DynamoSubject):
         modules = [value for value in cells if isinstance(value, nn.Module)]
         served: list[Callable[..., T]] = []
 
-        def whole(*args: Any) -> T:
-            return step(torch.Tensor.backward, *args[len(modules) :])
+        def whole(leaves: _Leaves, *given: Any) -> T:
+            return step(torch.Tensor.backward, *leaves.among(given[len(modules) :]))
 
         def call(*args: Any) -> T:
+            given = (_Leaves(args), *modules, *(arg for arg in args if not _is_leaf(arg)))
             if served:
-                return served[0](*modules, *args)
-            result, serve = captured(whole, (*modules, *args), self.backend)
+                return served[0](*given)
+            result, serve = captured(whole, given, self.backend)
             served.append(serve)
             return result
 
         return call
+
+
+class _Leaves(nn.Module):
+    """The leaves among a step's arguments, as parameters: of other inputs precompile takes no gradients."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.count = len(args)
+        self._parameters.update({str(place): arg for place, arg in enumerate(args) if _is_leaf(arg)})
+
+    def among(self, others: Iterable[Any]) -> list[Any]:
+        """All arguments, the leaves in their places."""
+        rest = iter(others)
+        places = map(str, range(self.count))
+        return [self._parameters[at] if at in self._parameters else next(rest) for at in places]
+
+
+def _is_leaf(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.is_leaf and arg.requires_grad
 
 
 def captured(function: Callable[..., T], args: tuple[Any, ...], backend: str) -> tuple[T, Callable[..., T]]:
