@@ -139,8 +139,8 @@ class StockPrecompile(DynamoSubject):
     """torch.compiler.precompile of whole training steps; other programs run as eager does.
 
     What it writes has no autograd graph: a function whose result is differentiated outside cannot be given to
-    it. A step is captured at its first call. The modules that it closes over are arguments of the capture, and
-    so are the leaves that it is given, as parameters of one more module.
+    it. A step is captured at its first call. The modules that it closes over are arguments of the capture.
+    So are the leaves that it is given, as parameters of one more module.
     """
 
     def __init__(self, name: str, backend: str) -> None:
