@@ -33,6 +33,8 @@ from gradparity.work import Task, run_unit
 
 LOCAL = Resources()
 EAGER, ASIDE = "eager", "set-aside"
+LEAST = 30.0
+"""So many seconds does eager alone have at least: a busy machine must not excuse a subject."""
 OUTSIDE = "-outside-case"
 """How the symptom ends of what ended a worker before it had a program."""
 
@@ -268,7 +270,7 @@ def _all_chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
 
 def lost(message: Lost, grace: float = 10.0, resources: Resources = LOCAL) -> Row:
     """The row of a case that ended its worker. It counts against the subject only if eager alone, in a
-    worker of its own with the same limits, survives the case.
+    worker of its own, does not end in the same way.
     """
     task = Task(**message.unit.payload)
     label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
@@ -277,9 +279,9 @@ def lost(message: Lost, grace: float = 10.0, resources: Resources = LOCAL) -> Ro
     row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
     if message.label and task.subject != EAGER:
         case = Case.parse(row.case, row.seed)
-        eager = Unit(Task.of(case, EAGER, task.device).to_json(), message.unit.timeout)
+        eager = Unit(Task.of(case, EAGER, task.device).to_json(), max(message.unit.timeout, LEAST))
         for loss in executor(run_unit, 1, grace, resources).run([eager]):
-            if isinstance(loss, Lost) and loss.label:
+            if isinstance(loss, Lost) and loss.label and loss.why == message.why:
                 reason = f"eager alone ends its worker, too: {loss.detail}"
                 return replace(row, verdict=Verdict.UNSUPPORTED, symptom=ASIDE, reason=reason, set_aside=True)
     return replace(row, signature=signature_of(row).digest)
