@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from gradparity import report
-from gradparity.case import EVERY, Match
+from gradparity.case import EVERY, Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus.registry import corpus
-from gradparity.executors.registry import Resources
+from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Finished, Lost, Message, Result, Unit
 from gradparity.expected import Expected, Known, KnownFallback
 from gradparity.loop import Ending, Where, through
@@ -31,6 +31,10 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
 
+LOCAL = Resources()
+EAGER, ASIDE = "eager", "set-aside"
+LEAST = 30.0
+"""So many seconds does eager alone have at least: a busy machine must not excuse a subject."""
 OUTSIDE = "-outside-case"
 """How the symptom ends of what ended a worker before it had a program."""
 
@@ -83,7 +87,8 @@ class Plan:
 @dataclass
 class Campaign:
     """All rows, which subjects answer for their divergences, and what could not be loaded. `total`: how many
-    units there are, `ended` those that are finished; `found`: the divergences.
+    units there are, `ended` those that are finished; `found`: the divergences; `until`: when no more units
+    begin, by the clock `time.monotonic` (None: when all have ended).
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -96,6 +101,7 @@ class Campaign:
     verdicts: Counter[str] = field(default_factory=Counter)
     found: list[Row] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+    until: float | None = None
 
     @property
     def unexpected(self) -> list[Row]:
@@ -131,10 +137,12 @@ class Campaign:
 
     def describe(self) -> str:
         """One line."""
-        left = ""
+        now, rest = time.monotonic(), []
         if self.ended:
-            rest = (time.monotonic() - self.began) / len(self.ended) * (self.total - len(self.ended))
-            left = f", about {rest:.0f} s left"
+            rest.append((now - self.began) / len(self.ended) * (self.total - len(self.ended)))
+        if self.until is not None:
+            rest.append(max(self.until - now, 0))
+        left = f", about {min(rest):.0f} s left" if rest else ""
         counted = ", ".join(f"{count} {name}" for name, count in self.verdicts.most_common())
         told = f"{len(self.rows)} cases: {counted or 'none yet'}; {len(self.found)} divergences"
         return f"{len(self.ended)}/{self.total} units{left}; {told}"
@@ -172,7 +180,8 @@ class Corpora:
         if isinstance(message, Result):
             yield CaseDone(name, message.step, Row.from_json(message.data))
         elif isinstance(message, Lost):
-            yield CaseDone(name, -1 if message.step is None else message.step, lost(message))
+            row = lost(message, self._plan.grace, self._plan.resources)
+            yield CaseDone(name, -1 if message.step is None else message.step, row)
             if message.step is None:
                 yield UnitDone(name)
         elif isinstance(message, Finished):
@@ -259,11 +268,20 @@ def _all_chunks(plan: Plan, name: str) -> Iterator[tuple[str, int | None]]:
         yield chunk, most // len(names) + (place < most % len(names))
 
 
-def lost(message: Lost) -> Row:
-    """The row of a case that ended its worker."""
+def lost(message: Lost, grace: float = 10.0, resources: Resources = LOCAL) -> Row:
+    """The row of a case that ended its worker. It counts against the subject only if eager alone, in a
+    worker of its own, does not end in the same way.
+    """
     task = Task(**message.unit.payload)
     label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
     verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
     symptom = message.why if message.label else f"{message.why}{OUTSIDE}"
     row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
+    if message.label and task.subject != EAGER:
+        case = Case.parse(row.case, row.seed)
+        eager = Unit(Task.of(case, EAGER, task.device).to_json(), max(message.unit.timeout, LEAST))
+        for loss in executor(run_unit, 1, grace, resources).run([eager]):
+            if isinstance(loss, Lost) and loss.label and loss.why == message.why:
+                reason = f"eager alone ends its worker, too: {loss.detail}"
+                return replace(row, verdict=Verdict.UNSUPPORTED, symptom=ASIDE, reason=reason, set_aside=True)
     return replace(row, signature=signature_of(row).digest)

@@ -23,7 +23,7 @@ from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.eager import Eager
 from gradparity.verdict import FALLBACK, Row, Verdict, row_of
 
-EAGER = Eager("eager")
+EAGER, AGAIN = Eager("eager"), "eager, run again"
 
 CONFIRMATIONS = 200
 CONFIRMATION_SECONDS = 2.0
@@ -37,12 +37,13 @@ NO_DETERMINISTIC = "does not have a deterministic implementation"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything known after a case ran: the row, and the evidence unless eager was nondeterministic or
-    the case broken.
+    """Everything known after a case ran: the row, and the evidence that it was judged by, unless the case is
+    broken or set aside unrun. `beside`: whose run the evidence compares with eager's first.
     """
 
     row: Row
     evidence: Evidence | None
+    beside: str = ""
 
 
 def compare(
@@ -95,7 +96,7 @@ def _compare(
         if stock is not None and is_asked and row.verdict.is_divergence and not row.stocks_own:
             row = _attributed(program, subject, stock, evidence, row, device)
     if row.stocks_own or not confirm:
-        return Comparison(row, evidence)
+        return Comparison(row, evidence, subject.name)
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
         until = time.monotonic() + CONFIRMATION_SECONDS
         for _ in range(CONFIRMATIONS):
@@ -106,8 +107,8 @@ def _compare(
             if time.monotonic() > until:
                 break
         if found := _declared_nondeterministic(program, evidence, device):
-            return _nondeterministic(program, subject, first, outcome, found)
-    return Comparison(row, evidence)
+            return replace(_nondeterministic(program, subject, first, outcome, found), beside=subject.name)
+    return Comparison(row, evidence, subject.name)
 
 
 def _set_aside(program: Program, subject: Subject, symptom: str, why: str) -> Comparison:
@@ -165,7 +166,7 @@ def _nondeterministic(
 ) -> Comparison:
     reason = f"eager may differ from itself: {repeat.reason}"
     row = row_of(program.case, subject.name, Verdict.NONDETERMINISTIC, repeat.symptom, reason)
-    return Comparison(replace(row, set_aside=True), Evidence(first, again, bitwise=True))
+    return Comparison(replace(row, set_aside=True), Evidence(first, again, bitwise=True), AGAIN)
 
 
 def _row(program: Program, subject: Subject, outcome: Outcome, evidence: Evidence) -> Row:

@@ -14,19 +14,31 @@ class CaseError(GradparityError):
     """A program misuses the Probe: the case is broken, whatever the subject does."""
 
 
-class UnknownNameError(GradparityError):
-    """A subject, corpus or case name that does not exist. It proposes the names that are most like it.
+MOST_NAMES = 20
 
-    Arguments: what kind of thing was looked up, the name, the names there are, and why it was not found.
+
+class UnknownNameError(GradparityError):
+    """A subject, corpus or case name that does not exist. It proposes the names that are most like it: of a
+    long list it shows no others.
+
+    Arguments: what kind of thing was looked up, the name, the names there are, why it was not found, and how
+    such a thing is named that is none of them.
     """
 
-    def __init__(self, what: str, name: str, known: list[str], why: str = "") -> None:
+    def __init__(self, what: str, name: str, known: list[str], why: str = "", way_out: str = "") -> None:
+        known = list(dict.fromkeys(known))
         self.what, self.name, self.known = what, name, known
-        shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
         told = [f"unknown {what} {name!r}" + (f": {why}" if why else "")]
         if alike := get_close_matches(name, known, n=3):
             told.append(f"  did you mean  {' or '.join(alike)}?")
-        super().__init__("\n".join([*told, f"  known  {shown or 'none'}"]))
+        if len(known) > MOST_NAMES:
+            nearest = get_close_matches(name, known, n=MOST_NAMES // 2, cutoff=0.0)
+            told.append(f"  nearest of {len(known)}  {', '.join(nearest)}")
+        elif known or not way_out:
+            told.append(f"  known  {', '.join(known) or 'none'}")
+        if way_out:
+            told.append(f"  try    {way_out}")
+        super().__init__("\n".join(told))
 
 
 class UnavailableError(GradparityError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,9 +49,11 @@ def write_issue(found: Judged, folder: Path, sweep: dict[str, str]) -> Path:
     program, one = found.program, folder / f"short_{label(found)}.py"
     text = one.read_text(encoding="utf-8") if one.is_file() else runnable(program)
     attached = "" if one.is_file() else f"repro_{label(found)}.py"
-    draft = markdown(
-        Find(found.row, program.doc, text, environment, program.issue, sweep, attached, VERSIONS)
-    )
+    find = Find(found.row, program.doc, text, environment, program.issue, sweep, attached, VERSIONS)
+    if (file := found.subject.file) is not None:
+        find = replace(find, backend=(file.name, file.read_text(encoding="utf-8")))
+    draft = markdown(find)
+    draft = draft if file is None else draft.replace(str(file), file.name)
     return write_text(folder / f"issue_{label(found)}.md", draft)
 
 

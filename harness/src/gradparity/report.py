@@ -78,8 +78,7 @@ def line(row: Row) -> Text:
     mark = " (expected)" if row.expected else f" ({STOCKS_OWN})" if row.stocks_own else ""
     text = Text(f"{row.verdict.value:<12}", style=STYLES[row.verdict])
     reason = " ".join(row.reason.split())
-    if row.stage:
-        mark += f"  broken by {row.stage}" + (f" at {row.operator}" if row.operator else "")
+    mark += f"  {row.where}" if row.where else ""
     return text.append(f" {row.subject}  {row.case}{mark}  {row.symptom}: {reason}"[:400], style="default")
 
 

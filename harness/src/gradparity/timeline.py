@@ -45,7 +45,7 @@ def show_unit(unit: Unit, emit: Emit) -> bool:
 
 def _raised(found: Comparison) -> list[str]:
     sides = [] if found.evidence is None else [found.evidence.eager, found.evidence.subject]
-    names = ("eager", found.row.subject)
+    names = ("eager", found.beside)
     return [
         f"{name} raises {each.raised.type}: {each.raised.message}"
         for name, each in zip(names, sides, strict=False)
@@ -62,7 +62,7 @@ def timelines(comparison: Comparison) -> Table | None:
     made.add_column("", no_wrap=True)
     made.add_column("#", justify="right")
     made.add_column("eager", overflow="fold")
-    made.add_column(comparison.row.subject, overflow="fold")
+    made.add_column(comparison.beside, overflow="fold")
     first = first_differing_call(evidence)
     pairs = zip_longest(evidence.eager.events, evidence.subject.events)
     for place, (eager, subject) in enumerate(pairs):
@@ -82,7 +82,8 @@ def error_table(comparison: Comparison) -> Table | None:
     made = Table(title=f"gradients and values of {comparison.row.case}", title_justify="left")
     made.add_column("", no_wrap=True)
     made.add_column("what", overflow="fold")
-    for name in ("size", "off eager", "eager off f64", "subject off f64", "allowed"):
+    beside = "subject" if comparison.beside == comparison.row.subject else comparison.beside
+    for name in ("size", "off eager", "eager off f64", f"{beside} off f64", "allowed"):
         made.add_column(name, justify="right")
     made.add_column("judged", overflow="fold")
     measured = {item.label: item for item in errors(evidence)}
@@ -92,7 +93,7 @@ def error_table(comparison: Comparison) -> Table | None:
         if pair.label in measured:
             _add(made, measured[pair.label])
         elif pair.role != "state" or payload_differs(pair.eager, pair.subject, bitwise=True):
-            _add_other(made, pair.label, pair.eager, pair.subject)
+            _add_other(made, pair.label, pair.eager, pair.subject, beside)
     return made
 
 
@@ -119,11 +120,11 @@ def _add(made: Table, item: LeafError) -> None:
     )
 
 
-def _add_other(made: Table, label: str, eager: Payload, subject: Payload) -> None:
+def _add_other(made: Table, label: str, eager: Payload, subject: Payload, beside: str) -> None:
     same = not payload_differs(eager, subject, bitwise=True)
     said = ["" if same else MARK, label.replace("[", "\\["), "", "", "", "", ""]
     verdict = "equal" if same else "different"
-    text = f"{verdict}: eager {_brief(eager)}, subject {_brief(subject)}".replace("[", "\\[")
+    text = f"{verdict}: eager {_brief(eager)}, {beside} {_brief(subject)}".replace("[", "\\[")
     made.add_row(*said, text, style=None if same else "red")
 
 

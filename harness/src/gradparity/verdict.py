@@ -113,6 +113,17 @@ class Row:
         return self.verdict.is_divergence and not (self.set_aside or self.stocks_own)
 
     @property
+    def where(self) -> str:
+        """Which stage is to blame, in words: what an ablation found; without one, what the subject does
+        that the stock stage before it does not, or the stock stage that diverges without the subject.
+        """
+        if not self.stage:
+            return ""
+        if self.exhibit.get("ablation", {}).get("stage"):
+            return f"broken by {self.stage}" + (f" at {self.operator}" if self.operator else "")
+        return f"{'already' if self.stocks_own else 'only'} with {self.stage}"
+
+    @property
     def fallbacks(self) -> tuple[str, ...]:
         """The codes of all fallbacks that the notes speak of, each once; "" for one without a code."""
         found = (FALLBACK.match(note) for note in self.notes)

@@ -41,6 +41,7 @@ NOISY = (
     "torch._dynamo",
     "torch._inductor",
     "torch._functorch",
+    "torch._precompile",
     "torch._subclasses",
     "torch.fx.experimental.symbolic_shapes",
     "transformers",

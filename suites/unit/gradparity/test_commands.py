@@ -14,7 +14,11 @@ from gradparity.store.store import Store
 from gradparity.verdict import Row, Verdict
 
 NAME = "autograd_function_db"
-CASE = "demo::gradient_of_an_unused_output"
+CASE, NETWORK = "demo::gradient_of_an_unused_output", "demo::hooks_of_a_small_network"
+WRONG = """
+def wrong(gm, inputs):
+    return lambda *args: tuple(one * 1.5 for one in gm(*args))
+"""
 RUN = ("run", "-c", NAME, "-n", "0", "--device", "cpu", "--limit-per-corpus", "2")
 
 
@@ -144,6 +148,17 @@ def test_show_finds_a_signature_in_a_store(store: Path) -> None:
 def test_show_takes_a_case_apart() -> None:
     result = invoke("show", CASE, "-s", "compile:aot_eager", "--device", "cpu", "--ablate")
     assert "broken by: aot_eager" in result.stdout
+    assert "ablation: each stage in a run of its own, after the run above" in result.stdout
+
+
+def test_a_draft_names_a_backends_file_without_its_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "wrong_backend.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    result = invoke("issue", NETWORK, "-s", "wrong_backend.py", "--device", "cpu", "--seconds", "0")
+    assert result.exit_code == 0, result.output
+    (draft,) = tmp_path.glob("issue_*.md")
+    assert str(tmp_path) not in draft.read_text()
+    assert WRONG.strip() in draft.read_text()
 
 
 def test_issue_writes_scripts_and_a_draft(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Conformance: levels, what a planted backend fails, the file, the badge, the comparison of two runs."""
 
 import json
+import re
+import time
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -8,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
+from gradparity.campaign import Campaign
 from gradparity.cli import app
 from gradparity.conform import run as conform_run
 from gradparity.conform.badge import badge
@@ -165,6 +168,14 @@ def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -
     result, found = judged("eager", "out", "--minutes", "0.1")
     assert (result.exit_code, found.planned, found.cases) == (0, 6, 1)
     assert "1 cases; 5 cases had no time" in result.stdout
+
+
+def test_the_time_left_is_never_more_than_there_are_minutes() -> None:
+    now = time.monotonic()
+    campaign = Campaign(total=1000, ended={"one"}, began=now - 60, until=now + 100)
+    assert re.match(r"1/1000 units, about (99|100) s left; ", campaign.describe())
+    campaign.total = 2
+    assert re.match(r"1/2 units, about 60 s left; ", campaign.describe())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Executors: a hang or a crash of one case costs that case only."""
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,28 @@ def test_a_worker_that_dies_or_hangs_is_replaced(lossy, subject: str, verdict: V
 def test_losses_fail_the_run_and_every_unit_is_counted_once(lossy) -> None:
     assert lossy.exit_code == 1
     assert (len(lossy.rows), lossy.total, lossy.completed) == (4, 4, 4)
+
+
+DIES = """
+import os
+
+from gradparity import scenario
+
+
+@scenario()
+def ends_the_process(p):
+    \"\"\"The program itself ends the process, whoever runs it.\"\"\"
+    os._exit(9)
+"""
+
+
+def test_a_case_that_eager_alone_does_not_survive_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    plan = Plan(("compile:inductor",), (f"folder:{tmp_path}",), processes=1, timeout=30.0)
+    result = run(plan)
+    (row,) = result.rows
+    assert (row.symptom, row.set_aside, result.exit_code) == ("set-aside", True, 0)
+    assert row.reason == "eager alone ends its worker, too: the worker ended with exit status 9"
 
 
 def test_two_processes_share_the_units() -> None:

@@ -15,22 +15,38 @@ CRASHES = {"linearize_with_a_number"}
 """Programs that end the process."""
 
 
-def test_there_are_twenty_and_five_that_nobody_has_described() -> None:
-    index = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert len(PROGRAMS) >= 20
-    assert index.count("| none found") >= 5
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+THREAD = re.compile(r"^- Public thread: (.+)\.$", re.MULTILINE)
+HOLDS = re.compile(r"^- Holds in: torch (.+)\.$", re.MULTILINE)
+RELEASE = re.compile(r"^\| (\d+\.\d+\.\d+) \| (.+) \|$", re.MULTILINE)
+
+
+def test_the_index_says_how_many_have_no_public_thread() -> None:
+    unknown = [row for row in INDEX.splitlines() if " | none found" in row]
+    assert f"For {len(unknown)} of them no public thread was found" in " ".join(INDEX.split())
+    assert f"{len(PROGRAMS)} programs in plain torch" in INDEX
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_has_its_page_and_its_row(program: Path) -> None:
     page = program.with_suffix(".md").read_text(encoding="utf-8")
-    index = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert f"]({program.name})" in page
-    assert f"]({program.stem}.md)" in index
+    assert f"]({program.stem}.md)" in INDEX
     assert "| 2.13.0 | **differs** |" in page or program.stem in CRASHES
     assert all(f"| {version} | " in page for version in ("2.9.1", "2.11.0", "2.15.0"))
     imported = re.findall(r"^(?:import|from) (\w+)", program.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(imported) <= {"contextlib", "math", "sys", "threading", "torch"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_page_says_which_thread_knows_it_and_in_which_releases_it_holds(program: Path) -> None:
+    page = program.with_suffix(".md").read_text(encoding="utf-8")
+    (thread,), (releases,) = THREAD.findall(page), HOLDS.findall(page)
+    assert thread.startswith("none found") or re.search(r"\]\(https://github\.com/[\w./-]+/\d+\)", thread)
+    (row,) = (line for line in INDEX.splitlines() if line.startswith(f"| [{program.stem}]("))
+    assert row.endswith(f" | {thread} |")
+    measured = RELEASE.findall(page)
+    assert releases.split(", ") == [name for name, told in measured if told not in ("as eager", "not run")]
 
 
 @pytest.mark.slow

@@ -99,6 +99,18 @@ def test_distinct_divergences_are_counted_and_texts_are_escaped() -> None:
     assert "far &lt;off&gt;" in text
 
 
+def test_a_group_lists_every_case_with_its_stage() -> None:
+    one = replace(ROWS[1], stage="inductor", exhibit={"ablation": {"stage": "inductor"}})
+    two = replace(ROWS[2], stage="inductor", seconds=0.25)
+    listed = finds([one, two]).partition("<summary>All 2 cases</summary>")[2].partition("</table>")[0]
+    cells = [re.findall(r"<td>(.*?)</td>", line) for line in listed.split("<tr>")[1:]]
+    assert cells == [
+        ["op_db::add::1", "broken by inductor", "2.000 s"],
+        ["op_db::mul::1", "only with inductor", "0.250 s"],
+    ]
+    assert "All 1 cases" not in finds([one])
+
+
 def test_the_trend_needs_two_runs() -> None:
     assert figures.trend([(run(1), ROWS)]) is None
     (line,) = figures.trend([(run(1), ROWS), (run(2), ROWS[:1])]).data

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ ROW = Row(
         },
         "ablation": {
             "how": "hashes",
+            "stage": "aot_eager",
             "steps": [
                 {"stage": "dynamo", "subject": "compile:eager", "verdict": "AGREE", "symptom": ""},
                 {
@@ -142,6 +144,22 @@ def test_the_title_names_subject_stage_and_operator() -> None:
 )
 def test_each_symptom_has_its_page(symptom: str, anchor: str) -> None:
     assert anchor in page(Row("c::n", 0, "c", "s", Verdict.DIVERGE, symptom)).address
+
+
+def test_the_text_of_a_backends_file_stands_in_it() -> None:
+    told = draft(backend=("mine.py", "def f(gm, inputs):\n    return gm\n"))
+    assert (
+        "### The backend\n\n`mine.py` defines it. Put it where the script runs:\n\n```python\ndef f(" in told
+    )
+    assert "`mine.py` defines it. It has 200 lines: attach it." in draft(backend=("mine.py", "a\n" * 200))
+
+
+def test_an_ablation_that_found_no_stage_blames_none() -> None:
+    steps = {**ROW.exhibit["ablation"], "stage": ""}
+    row = replace(ROW, operator="", exhibit={**ROW.exhibit, "ablation": steps})
+    told = markdown(Find(row, "", "", ""))
+    assert "First broken" not in told
+    assert "No stage differed when it ran again, alone." in told
 
 
 def test_a_program_that_needs_the_recorder_names_its_script() -> None:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from gradparity.report import fallback_lines, line, lines, table, unlisted_lines
@@ -41,9 +42,18 @@ def test_one_line_per_divergence_unexpected_first() -> None:
 
 
 def test_a_line_names_the_stage_and_the_operator_that_an_ablation_found() -> None:
-    row = replace(ROWS[2], stage="aot_eager", operator="aten.mul.Tensor")
+    found = {"ablation": {"stage": "aot_eager"}}
+    row = replace(ROWS[2], stage="aot_eager", operator="aten.mul.Tensor", exhibit=found)
     told = "DIVERGE      s  op_db::add::2  broken by aot_eager at aten.mul.Tensor  grad-values: far off"
     assert line(row).plain == told
+
+
+@pytest.mark.parametrize(("own", "told"), [(False, "only with inductor"), (True, "already with inductor")])
+def test_without_an_ablation_a_line_blames_no_stage(own: bool, told: str) -> None:
+    row = replace(ROWS[2], stage="inductor", stocks_own=own)
+    assert f"  {told}  grad-values" in line(row).plain
+    nothing = {"ablation": {"stage": "", "steps": []}}
+    assert "broken by" not in line(replace(row, exhibit=nothing)).plain
 
 
 def test_fallbacks_are_counted_by_reason() -> None:

@@ -1,8 +1,10 @@
 """Subjects: names, what they wrap, what they say about themselves."""
 
+import re
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -12,7 +14,8 @@ import torch
 from gradparity.errors import ReproError, UnavailableError, UnknownNameError
 from gradparity.fired import counting
 from gradparity.subjects.base import Subject
-from gradparity.subjects.registry import NAMED, full_name, resolve
+from gradparity.subjects.registry import NAMED, full_name, listed, resolve
+from gradparity.subjects.stock_newer import NEEDS, PRECOMPILE, Feature
 
 
 class Reason(NamedTuple):
@@ -76,13 +79,22 @@ def fake(monkeypatch) -> Fake:
 STOCKS = {
     "stock-compile:inductor": "stock-compile:aot_eager",
     "stock-passes:inductor": "stock-compile:aot_eager",
+    "stock-step:inductor": "stock-step:aot_eager",
     "stock-ca:inductor": "stock-ca:aot_eager",
 }
 """By subject that generates code, the stage of stock torch before it."""
 
 
+NEWER = {
+    "stock-precompile:eager": False,
+    "stock-precompile:inductor": True,
+    "stock-strict:inductor": True,
+}
+"""By subject that only newer releases have, whether it answers for its divergences."""
+
+
 def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> None:
-    made = {name: resolve(name) for name in NAMED}
+    made = {name: resolve(name) for name in NAMED if name not in NEWER}
     assert {name for name, subject in made.items() if subject.bitwise} == {
         "eager",
         "retrograd-live:eager",
@@ -95,11 +107,11 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
         "retrograd-step:eager",
     }
     assert {name for name, subject in made.items() if subject.accountable} == {
-        name for name in NAMED if name.startswith("retrograd-") or name in STOCKS
+        name for name in made if name.startswith("retrograd-") or name in STOCKS
     }
     assert {name for name, subject in made.items() if subject.may_refuse and subject.accountable} == {
         name
-        for name in NAMED
+        for name in made
         if name in STOCKS
         or name.startswith(
             ("retrograd-compile", "retrograd-step", "retrograd-live+aot", "retrograd-live+ind")
@@ -128,7 +140,7 @@ def test_which_subjects_promise_bits_and_which_answer_for_divergences(fake) -> N
 
 def test_any_backend_by_name() -> None:
     assert resolve("compile:eager").backend == "eager"
-    with pytest.raises(UnknownNameError, match=r"(?s)torch.compile backend 'nobody'.*inductor"):
+    with pytest.raises(UnknownNameError, match=r"(?s)torch.compile backend 'nobody'.*try .*FILE.py:FUNCTION"):
         resolve("compile:nobody")
 
 
@@ -368,3 +380,98 @@ def test_a_backend_is_named_as_people_have_it(given: str, meant: str) -> None:
 def test_an_unknown_name_proposes_those_that_are_like_it(name: str, meant: str) -> None:
     with pytest.raises(UnknownNameError, match=f"did you mean .*{meant}"):
         resolve(name)
+
+
+ONE = """
+from torch._dynamo.backends.debugging import aot_eager
+
+SIZE = 3
+
+
+def compile_graph(gm, inputs):
+    return aot_eager(gm, inputs)
+"""
+MORE = """
+def lower(gm):
+    return gm
+
+
+again = lower
+_hidden = lower
+
+
+class Helper:
+    pass
+"""
+
+
+def test_a_file_with_one_function_needs_no_more_than_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "one_backend.py"
+    file.write_text(ONE)
+    assert full_name(str(file)) == f"compile:{file}:compile_graph"
+    assert resolve(f"compile:{file}").name == f"compile:{file}:compile_graph"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            ONE + MORE,
+            r"(?s)it defines several functions; name one.*b.py:compile_graph, .*b.py:lower, .*b.py:again$",
+        ),
+        ("", "it defines no function"),
+        ("1 / 0", r"(?s)ZeroDivisionError.*try .*FILE.py:FUNCTION"),
+    ],
+)
+def test_a_file_with_none_or_several_functions_says_which(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "b.py"
+    file.write_text(text)
+    with pytest.raises(UnknownNameError, match=told):
+        full_name(str(file))
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_subject_of_newer_releases_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = (line for line in listed() if line.split()[0] == name)
+    assert re.search(r"  torch 2\.\d\d and later", line)
+    if NEEDS[name].is_there:
+        assert resolve(name).accountable is (name in STOCKS or NEWER.get(name, False))
+    monkeypatch.setitem(NEEDS, name, Feature("nowhere.to_be_found", "9.9"))
+    (line,) = (line for line in listed() if line.split()[0] == name)
+    assert line.endswith(f"  torch 9.9 and later; not in {torch.__version__}")
+    with pytest.raises(
+        UnavailableError, match=r"no torch.nowhere.to_be_found; releases since 9.9 have it\n  try"
+    ):
+        resolve(name)
+
+
+def test_a_whole_step_is_one_graph_with_its_backward() -> None:
+    subject, weight = resolve("stock-step:aot_eager"), torch.ones(3, requires_grad=True)
+
+    def step(backward, x):
+        backward((x * weight).sum())
+        return x + 1
+
+    subject.reset(cold=True)
+    subject.begin()
+    with subject.around():
+        assert subject.training_step(step)(torch.full((3,), 2.0)).tolist() == [3.0, 3.0, 3.0]
+    assert (subject.compiles(), weight.grad.tolist()) == (1, [2.0, 2.0, 2.0])
+
+
+@pytest.mark.skipif(not PRECOMPILE.is_there, reason="torch.compiler.precompile came with torch 2.14")
+def test_a_precompiled_step_is_served_again_with_other_values() -> None:
+    subject, model = resolve("stock-precompile:eager"), torch.nn.Linear(3, 1)
+
+    def step(backward, x, scale, power):
+        loss = (model(x) * scale).sum() ** power
+        backward(loss)
+        return loss.detach()
+
+    run = subject.training_step(step)
+    for factor in (1.0, 2.0):
+        model.zero_grad()
+        x, scale = torch.full((2, 3), factor), torch.tensor(3.0, requires_grad=True)
+        assert torch.equal(run(x, scale, 1), 3 * model(x).sum())
+        assert model.weight.grad.tolist() == [[6 * factor] * 3]
+        assert torch.equal(scale.grad, model(x).sum())

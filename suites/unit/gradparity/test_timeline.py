@@ -7,6 +7,7 @@ from gradparity.differential import compare
 from gradparity.oracles.differences import first_differing_call
 from gradparity.subjects.registry import resolve
 from gradparity.timeline import error_table, timelines
+from gradparity.verdict import Verdict
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,13 @@ def test_the_error_table_marks_wrong_gradients(bench, hooked_body) -> None:
         lines = shown(error_table(compare(bench.program(hooked_body), resolve(f"planted:{fault}"), CPU)))
         assert [line for line in lines if ">>" in line and "grad x" in line and word in line]
         assert not [line for line in lines if ">>" in line and "grad w" in line]
+
+
+def test_of_a_case_that_eager_does_not_repeat_the_tables_show_eager_twice(bench) -> None:
+    numbers = iter(range(100))
+    found = compare(bench.program(lambda p: p.value("count", next(numbers))), resolve("planted:exit"), CPU)
+    assert (found.row.verdict, found.beside) == (Verdict.NONDETERMINISTIC, "eager, run again")
+    assert [line for line in shown(error_table(found)) if "eager 0, eager, run again 1" in line]
 
 
 def test_a_program_without_hooks_has_no_timeline(bench) -> None:

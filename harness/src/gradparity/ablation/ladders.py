@@ -34,6 +34,8 @@ LIVE = (
     Rung("lowering", "retrograd-live:aten"),
     Rung("backend", "retrograd-live:inductor"),
 )
+STEP = (Rung("aot_eager", "stock-step:aot_eager"), Rung("inductor", "stock-step:inductor"))
+PRECOMPILE = (Rung("precompile", "stock-precompile:eager"), Rung("inductor", "stock-precompile:inductor"))
 AHEAD = (Rung("capture", "retrograd-aot:eager"), Rung("backend", "retrograd-aot:inductor"))
 BACKEND = (
     Rung("dynamo", "compile:eager"),
@@ -47,10 +49,12 @@ def ladder(subject: str) -> tuple[Rung, ...]:
     """The rungs of a subject; of one that nothing is known about, only itself."""
     form, _, rest = subject.partition(":")
     plain, *flags = rest.split("+")
-    if form in ("compile", "stock-compile"):
+    if form in ("compile", "stock-compile", "stock-strict"):
         return _up_to(COMPILE, plain, subject)
     if form == "stock-ca":
         return _up_to(COMPILED_AUTOGRAD, plain, subject)
+    if form in ("stock-step", "stock-precompile"):
+        return _up_to(STEP if form == "stock-step" else PRECOMPILE, plain, subject)
     if form in ("retrograd-live", "retrograd-aot"):
         below = _up_to(LIVE if form == "retrograd-live" else AHEAD, plain, f"{form}:{plain}")
         return below + _flagged(f"{form}:{plain}", flags)

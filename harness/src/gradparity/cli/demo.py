@@ -69,6 +69,6 @@ def _shown(task: Task, row: Row, out: Path, console: Console) -> Row:
     console.print(report.line(row), soft_wrap=True)
     found = judged(task, row)
     script = write_script(found, out, CPU)
-    where = f"broken by {row.stage}{' at ' + row.operator if row.operator else ''}; " if row.stage else ""
+    where = f"{row.where}; " if row.where else ""
     console.print(f"{where}{found.program.issue}\nwrote {script}\n", markup=False, highlight=False)
     return row

@@ -87,7 +87,10 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
             raise typer.Exit(5)
         script, one = write_script(found, out, where), write_short(found, out)
         folder, asked = environments or default_folder(), list(sweep_versions or [])
-        here = {f"{torch.__version__} (here)": said(Path(sys.executable), one or script)}
+        told = said(Path(sys.executable), one or script)
+        if not told.startswith(DIFFERS):
+            tell(f"{script} does not show the difference: {told}")
+        here = {f"{torch.__version__} (here)": told}
         tried = swept(one or script, [*asked, *(set(at_hand(folder)) - set(asked))], folder, tell)
         draft = write_issue(found, out, here | dict(tried))
     console.print(report.line(row), soft_wrap=True)

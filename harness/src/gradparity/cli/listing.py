@@ -53,14 +53,14 @@ def list_(
 
 
 def subjects() -> None:
-    """Lists the subjects: names, and forms that take a name of yours.
+    """Lists the subjects: names, and forms that take a name of yours. Of some it says which torch has them.
 
     \b
     Example:
       gradparity subjects
     """
     forms = (f"{form:<24} {text}" for form, text in subjects_registry.FORMS.items())
-    for line in [*subjects_registry.NAMED, *forms]:
+    for line in [*subjects_registry.listed(), *forms]:
         typer.echo(line)
 
 

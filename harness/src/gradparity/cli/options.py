@@ -37,7 +37,10 @@ class Device(StrEnum):
 
 
 def _full_names(given: list[str] | str | None) -> list[str] | str | None:
-    return [full_name(name) for name in given] if isinstance(given, list) else given and full_name(given)
+    try:
+        return [full_name(name) for name in given] if isinstance(given, list) else given and full_name(given)
+    except UnknownNameError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 NAMES = "a subject's name, or a backend's: registered, MODULE:FUNCTION or FILE.py:FUNCTION"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
 from gradparity import report
@@ -49,7 +49,7 @@ class View:
 
     def __init__(self, console: Console, live: Live | None = None, every: float = EVERY) -> None:
         self._console, self._live, self._every = console, live, every
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("", total=None)
         self._next = time.monotonic() + every

@@ -51,6 +51,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     console.print(report.line(row) if row.symptom else f"{row.verdict}", soft_wrap=True)
     if ablate:
         steps = Ablation.from_json(row.exhibit.get("ablation", {}))
+        console.print("ablation: each stage in a run of its own, after the run above", markup=False)
         for step in steps.steps:
             console.print(f"{step.stage:<28} {step.subject:<40} {step.verdict} {step.symptom}", markup=False)
         console.print(f"broken by: {steps.stage or 'nothing'} {steps.operator}", markup=False)

@@ -91,7 +91,7 @@ def replay(
     counts: Counter[str] = Counter()
     with options.errors(console):
         rows = recorded(source)
-        chosen = [row for row in rows if row.is_find] if every else list(distinct(rows).values())
+        chosen = [row for row in rows if row.is_find] if every else [group[0] for group in distinct(rows)]
         refuse_imports(chosen, source, trust)
         where = options.device_name(device)
         tasks = [Task.of(Case.parse(row.case, row.seed), row.subject, where) for row in chosen]

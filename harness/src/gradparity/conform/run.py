@@ -29,6 +29,7 @@ class Places(Corpora):
     def __init__(self, plan: Plan, campaign: Campaign, until: float, chosen: list[Place]) -> None:
         self._chosen, self._until = chosen, until
         super().__init__(plan, campaign)
+        campaign.until = until
 
     def planned(self) -> list[Unit]:
         """One case of each place."""

@@ -123,13 +123,13 @@ def _told(run: Run, rows: list[Row]) -> str:
     return f"{len(distinct(rows))} distinct divergences, torch {run.versions.get('torch', '?')}"
 
 
-def distinct(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
-    """The first row of each signature under each subject, divergences only."""
-    found: dict[tuple[str, str], Row] = {}
+def distinct(rows: Iterable[Row]) -> list[list[Row]]:
+    """The divergences of each signature under each subject."""
+    found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.is_find:
-            found.setdefault((row.subject, row.signature or row.symptom), row)
-    return found
+            found.setdefault((row.subject, row.signature or row.symptom), []).append(row)
+    return list(found.values())
 
 
 def _boxes(rows: list[Row], name_of: Callable[[Row, dict[str, Any]], str], most: int) -> go.Figure | None:

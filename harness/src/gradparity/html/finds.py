@@ -6,9 +6,8 @@ In: rows. Out: HTML.
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from gradparity.html import figures
@@ -17,6 +16,7 @@ from gradparity.html.wording import KEYS, SORTS
 from gradparity.verdict import Row, Verdict
 
 MOST_FINDS = 200
+MOST_MEMBERS = 500
 MOST_TEXT = 800_000
 """So many characters of divergences does a page have."""
 ORDER = (Verdict.DIVERGE, Verdict.HOOK_ORDER, Verdict.CRASH, Verdict.UNSUPPORTED, Verdict.TIMEOUT)
@@ -25,15 +25,14 @@ ORDER = (Verdict.DIVERGE, Verdict.HOOK_ORDER, Verdict.CRASH, Verdict.UNSUPPORTED
 
 def finds(rows: list[Row]) -> str:
     """The section; "" if nothing diverges."""
-    counts = Counter((row.subject, row.signature or row.symptom) for row in rows if row.is_find)
-    found = sorted(figures.distinct(rows).items(), key=lambda item: _importance(item[1], counts[item[0]]))
+    found = sorted(figures.distinct(rows), key=lambda group: _importance(group[0], len(group)))
     if not found:
         return ""
-    drawn = [_find(row, counts[key], place) for place, (key, row) in enumerate(found[:MOST_FINDS])]
+    drawn = [_find(group, place) for place, group in enumerate(found[:MOST_FINDS])]
     count = max(sum(size <= MOST_TEXT for size in accumulate(map(len, drawn))), 1)
     shown = "".join(drawn[:count])
     more = f"<p>… and {len(found) - count} more</p>" if len(found) > count else ""
-    listed = [row for _, row in found[:count]]
+    listed = [group[0] for group in found[:count]]
     head = '<h2>Distinct divergences <span id="count" class="hint"></span></h2>'
     return f'<section id="finds">{head}{_bar(listed)}<div id="list">{shown}</div>{more}</section>'
 
@@ -70,29 +69,30 @@ def command(row: Row) -> str:
     return shlex.join(words + (["--seed", str(row.seed)] if row.seed else []))
 
 
-def _find(row: Row, count: int, place: int) -> str:
+def _find(group: list[Row], place: int) -> str:
+    """A group of divergences of one kind: the first of them, then a list of all."""
+    row = group[0]
     mark = " (expected)" if row.expected else ""
     colour = figures.COLOURS[row.verdict.value]
-    stage = f" · {escape(row.stage)}" if row.stage else ""
+    stage = f" · {escape(row.where)}" if row.where else ""
     head = (
         f'<span class="badge" style="background:{colour}">{row.verdict.value}</span> '
         f"<b>{escape(row.subject)}</b>{stage} {escape(row.case)}{mark} <i>{escape(row.symptom)}</i> "
-        f"× {count} <code>{escape(row.signature)}</code>"
+        f"× {len(group)} <code>{escape(row.signature)}</code>"
     )
     data = {
         "verdict": row.verdict.value,
         "subject": row.subject,
         "case": row.case,
-        "cases": count,
+        "cases": len(group),
         "seconds": f"{row.seconds:.3f}",
         "place": place,
     }
     words = " ".join(f'data-{key}="{escape(str(value))}"' for key, value in data.items())
     css = "find expected" if row.expected else "find"
     opened = " open" if place == 0 else ""
-    return (
-        f'<details class="{css}" {words}{opened}><summary>{head}</summary><div>{_body(row)}</div></details>'
-    )
+    inner = f"<summary>{head}</summary><div>{_body(row)}{_members(group)}</div>"
+    return f'<details class="{css}" {words}{opened}>{inner}</details>'
 
 
 def _body(row: Row) -> str:
@@ -108,6 +108,19 @@ def _body(row: Row) -> str:
             f"<details><summary>Script in plain torch</summary>{_copied(shown['script'].strip())}</details>"
         )
     return "".join(parts)
+
+
+def _members(group: list[Row]) -> str:
+    """Every case of the group, with its stage."""
+    if len(group) == 1:
+        return ""
+    cells = ((row.case, row.where or "no stage is known", f"{row.seconds:.3f} s") for row in group)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in islice(cells, MOST_MEMBERS)
+    )
+    more = f"<p>… and {len(group) - MOST_MEMBERS} more</p>" if len(group) > MOST_MEMBERS else ""
+    return f"<details><summary>All {len(group)} cases</summary><table>{lines}</table>{more}</details>"
 
 
 def _copied(text: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 from gradparity.issue.documentation import page
 from gradparity.verdict import Row
 
+MOST_LINES = 150
+"""So long may a file of a backend be that a draft holds its text."""
 HUMAN = """<!-- To be written by a person before this is filed. Delete this part's hint lines.
 - What were you doing when this mattered?
 - Did you search for the same report? Which ones come close?
@@ -28,7 +30,8 @@ DISCLOSED = (
 @dataclass(frozen=True)
 class Find:
     """All that a draft is made of. `script`: what the draft shows; `attached`: the file that runs it, if it
-    does not run by itself; `sweep`: what it says under each version of torch; `versions`: those that matter.
+    does not run by itself; `sweep`: what it says under each version of torch; `versions`: those that matter;
+    `backend`: name and text of the file that defines the backend, which must lie where the script runs.
     """
 
     row: Row
@@ -39,6 +42,7 @@ class Find:
     sweep: dict[str, str] = field(default_factory=dict)
     attached: str = ""
     versions: tuple[str, ...] = ()
+    backend: tuple[str, str] | None = None
 
 
 def markdown(find: Find) -> str:
@@ -46,6 +50,7 @@ def markdown(find: Find) -> str:
     parts = [
         f"# {title(find.row)}",
         f"## 🐛 Describe the bug\n\n{_program(find)}\n\n{_seen(find)}",
+        _backend(find),
         _ablation(find.row),
         _sweep(find),
         _reference(find.row),
@@ -63,6 +68,18 @@ def _program(find: Find) -> str:
     how = f"`p` makes inputs and records; the attached {find.attached} has both." if find.attached else ""
     how = how or "It prints what eager shows and what the compiler does, and exits with 1 while they differ."
     return f"```python\n{find.script.strip()}\n```\n\n{how}"
+
+
+def _backend(find: Find) -> str:
+    """The text of the user's own file; of a long one, a line that says what it is."""
+    if find.backend is None:
+        return ""
+    name, text = find.backend
+    lines = len(text.splitlines())
+    if lines > MOST_LINES:
+        return f"### The backend\n\n`{name}` defines it. It has {lines} lines: attach it."
+    told = f"`{name}` defines it. Put it where the script runs:"
+    return f"### The backend\n\n{told}\n\n```python\n{text.strip()}\n```"
 
 
 def title(row: Row) -> str:
@@ -92,7 +109,8 @@ def _ablation(row: Row) -> str:
         "| eager | eager | reference | |",
     ]
     lines += [f"| {s['stage']} | `{s['subject']}` | {s['verdict']} | {s['symptom']} |" for s in steps]
-    told = f"First broken by: **{row.stage or 'no stage alone'}**"
+    found = row.exhibit["ablation"].get("stage")
+    told = f"First broken by: **{found}**" if found else "No stage differed when it ran again, alone."
     if row.operator:
         told += f", at `{row.operator}` (by {row.exhibit['ablation'].get('how', 'bisection')})"
     return "### Ablation\n\n" + "\n".join(lines) + f"\n\n{told}"

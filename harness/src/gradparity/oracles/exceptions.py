@@ -19,7 +19,7 @@ INTERNAL_TYPES = (
     "BackendCompilerFailed",
     "InductorError",
 )
-REFUSAL_TYPES = ("NotImplementedError", "Unsupported")
+REFUSAL_TYPES = ("NotImplementedError", "Unsupported", "PrecompileError")
 INTERNAL_TEXT = re.compile(r"INTERNAL ASSERT|please report a bug to PyTorch", re.IGNORECASE)
 REFUSAL_TEXT = re.compile(
     r"not (?:currently |yet )?(?:be )?support|unsupported|not implemented|graph break",

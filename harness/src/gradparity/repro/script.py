@@ -29,8 +29,7 @@ FUNCTIONS = (
 """What the recorder calls of a subject, and what it does in eager."""
 
 USAGE = """
-  python {name}             run both and compare; exit status 1 while they differ
-  python {name} run         print what both show
+  python {name}             print what both show; exit status 1 while they differ
   python {name} check       compare only
   python {name} --unittest  a torch TestCase that fails while they differ
   python {name} --minify    write a shorter script beside this one"""
@@ -105,9 +104,8 @@ def _heading(program: Program, subject: Subject, row: Row, name: str) -> str:
     lines = [fill(told, 108)]
     if program.doc:
         lines.append(fill(f"What eager does: {program.doc}", 108))
-    if row.stage:
-        where = f"Broken by the stage: {row.stage}" + (f", at {row.operator}" if row.operator else "")
-        lines.append(fill(where, 108))
+    if row.where:
+        lines.append(fill(f"{row.where[0].upper()}{row.where[1:]}.", 108))
     lines.append(f"Found with torch {torch.__version__}, seed {program.case.seed}.")
     lines.append(USAGE.format(name=name).strip("\n"))
     return "\n\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")

@@ -210,7 +210,11 @@ def differences() -> list[str]:
     names = [name for name in eager.shown if name in subject.shown or not name.startswith("state")]
     names = [name for name in names if name != "raises"]
     found = [unlike(eager.shown[n], subject.shown.get(n), reference.get(n)) for n in names]
-    return [f"{name}: {why}" for name, why in zip(names, found, strict=True) if why]
+    more = [name for name in subject.shown if name.startswith("value") and name not in eager.shown]
+    return [
+        *(f"{name}: {why}" for name, why in zip(names, found, strict=True) if why),
+        *(f"{name}: only {SUBJECT} shows it" for name in more),
+    ]
 
 
 def unlike(eager: Any, subject: Any, reference: Any) -> str:
@@ -329,8 +333,8 @@ class Test(unittest.TestCase):
 
 
 def main(words: list[str]) -> int:
-    """The command named by the first word; without one, both `run` and `check`."""
-    command = words[0] if words else "all"
+    """The command named by the first word; without one, `run`."""
+    command = words[0] if words else "run"
     if command == "--unittest":
         from torch.testing._internal.common_utils import TestCase
 
@@ -342,16 +346,14 @@ def main(words: list[str]) -> int:
         path.write_text(minified())
         sys.stdout.write(f"wrote {path}\n")
         return 0
-    if command not in ("all", "run", "check"):
+    if command not in ("run", "check"):
         sys.stdout.write(f"unknown command {command!r}; known: run, check, --unittest, --minify\n")
         return 4
-    if command in ("all", "run"):
+    if command == "run":
         for compiled in (False, True):
             sys.stdout.write(f"\n{SUBJECT if compiled else 'eager'}:\n")
             for name, value in observed(compiled).shown.items():
                 sys.stdout.write(f"  {name}: {value}\n")
-    if command == "run":
-        return 0
     found = differences()
     sys.stdout.write("\n" + "\n".join(found or ["no difference"]) + "\n")
     return 1 if found else 0

@@ -7,6 +7,7 @@ did. What a subclass may override stands in `probe.Way` and `observe.Observed`, 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 from gradparity.errors import ReproError
 from gradparity.observe import Observed
@@ -55,6 +56,11 @@ class Subject(Observed):
         self.blame = blame
         if blame is Blame.strict:
             self.accountable, self.stock = True, None
+
+    @property
+    def file(self) -> Path | None:
+        """The user's own file that `script` runs, if there is one."""
+        return None
 
     @property
     def script(self) -> str:

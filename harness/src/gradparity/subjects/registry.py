@@ -1,6 +1,6 @@
 """Names of subjects.
 
-In: "eager", "stock-ca:inductor", "retrograd-live:eager",
+In: "eager", "stock-ca:inductor", "stock-step:aot_eager", "retrograd-live:eager",
 "retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
 "retrograd-compile+live:eager", "retrograd-step:eager", "compile:<backend>", "planted:<fault>",
 "import:<module>:<class>"; a backend without "compile:" in front; "retrograd-live:" and "retrograd-aot:" also
@@ -11,7 +11,8 @@ else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Blame, Subject
@@ -28,7 +29,8 @@ from gradparity.subjects.retrograd_aot import (
 )
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
-from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, function_at
+from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, function_at, functions_of
+from gradparity.subjects.stock_newer import NEEDS, newer
 from gradparity.subjects.stock_passes import StockPasses
 
 
@@ -47,6 +49,7 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     "stock-compile:aot_eager": lambda name: StockCompile(name, "aot_eager"),
     "stock-compile:inductor": lambda name: StockCompile(name, "inductor"),
     "stock-passes:inductor": StockPasses,
+    **dict.fromkeys(NEEDS, newer),
     "stock-ca:eager": lambda name: StockCompiledAutograd(name, "eager"),
     "stock-ca:inductor": lambda name: StockCompiledAutograd(name, "inductor"),
     **{f"retrograd-live:{backend}": _live for backend in BACKENDS},
@@ -77,7 +80,7 @@ NAMED: dict[str, Callable[[str], Subject]] = {
 FORMS = {
     "compile:<backend>": "torch.compile with any registered backend",
     "compile:<module>:<function>": "the same, not registered; also compile:FILE.py:FUNCTION",
-    "<backend>": "the same as compile:<backend>, if no subject has this name",
+    "<backend>": "the same, if no subject has this name; also a FILE.py with one function",
     "compile:<backend>+random": "the same, drawing random numbers of its own",
     "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
@@ -86,10 +89,25 @@ FORMS = {
 
 
 def full_name(name: str) -> str:
-    """The name with "compile:" in front, if it is none of a subject but, perhaps, of a backend."""
+    """The name with "compile:" in front, if it is none of a subject but, perhaps, of a backend. A file
+    without a function stands for the one that it defines.
+
+    Raises:
+        UnknownNameError: the file does not define exactly one.
+    """
     forms = {form.partition(":")[0] for form in FORMS if ":" in form}
     is_subject = name in NAMED or without_flags(name) in NAMED or name.partition(":")[0] in forms
-    return name if is_subject else f"compile:{name}"
+    named = name if is_subject else f"compile:{name}"
+    if named.startswith("compile:") and named.endswith(".py"):
+        return f"{named}:{_only_function(named.removeprefix('compile:'))}"
+    return named
+
+
+def listed() -> list[str]:
+    """A line for each subject with a name of its own: the name, and which releases of torch have it, if not
+    all do.
+    """
+    return [f"{name:<36} {NEEDS[name].describe()}" if name in NEEDS else name for name in NAMED]
 
 
 def resolve(name: str, blame: Blame = Blame.own) -> Subject:
@@ -129,11 +147,8 @@ def _compile(name: str, backend: str) -> Subject:
     plain, _, flag = backend.partition("+")
     own_random, place = flag == "random", plain if flag == "random" else backend
     if ":" in place:
-        try:
+        with _explained(place):
             function_at(place)
-        except Exception as error:  # whatever the module raises
-            why = f"{type(error).__name__}: {error}"
-            raise UnknownNameError("torch.compile backend", place, [_WAYS, *NAMED], why) from error
         return StockCompile(name, place, own_random)
     return StockCompile(name, _registered(place), own_random)
 
@@ -142,13 +157,33 @@ def _compile(name: str, backend: str) -> Subject:
 _WAYS = "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of torch_dynamo_backends"
 
 
+@contextmanager
+def _explained(place: str) -> Iterator[None]:
+    """Whatever a user's module raises while it is imported becomes an UnknownNameError."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UnknownNameError("torch.compile backend", place, list(NAMED), why, _WAYS) from error
+
+
+def _only_function(file: str) -> str:
+    """The one function that the file defines."""
+    with _explained(file):
+        found = functions_of(file)
+    if len(found) != 1:
+        why = "it defines several functions; name one" if found else "it defines no function"
+        raise UnknownNameError("torch.compile backend", file, [f"{file}:{name}" for name in found], why)
+    return found[0]
+
+
 def _registered(backend: str) -> str:
     """The name of a backend that Dynamo knows."""
     import torch._dynamo
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
-        raise UnknownNameError("torch.compile backend", backend, [_WAYS, *known, *NAMED])
+        raise UnknownNameError("torch.compile backend", backend, [*known, *NAMED], way_out=_WAYS)
     return backend
 
 

@@ -5,6 +5,7 @@ In: a backend's name. Out: subjects "stock-compile:<backend>", "stock-ca:<backen
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -112,17 +114,22 @@ class StockCompile(DynamoSubject):
             self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
 
     @property
+    def file(self) -> Path | None:
+        """The file of a backend that is named by its file, or by a module in the working folder."""
+        module = self.backend.rpartition(":")[0]
+        path = Path(module if module.endswith(".py") else f"{module}.py")
+        return path.resolve() if module and path.is_file() else None
+
+    @property
     def script(self) -> str:
         """As a user calls torch.compile."""
         random = "" if self.own_random else FALLBACK_RANDOM
         if ":" not in self.backend:
             return BY_COMPILE.format(backend=self.backend) + "\n" + random
         module, _, function = self.backend.rpartition(":")
-        file = module if module.endswith(".py") else f"{module}.py"
-        called = BY_FUNCTION.format(module=module, function=function)
-        if Path(file).is_file():  # the script may be started in another folder
-            called = BY_FILE.format(module=str(Path(file).resolve()), function=function)
-        return called + "\n" + random
+        if self.file is not None:  # the script may be started in another folder
+            return BY_FILE.format(module=str(self.file), function=function) + "\n" + random
+        return BY_FUNCTION.format(module=module, function=function) + "\n" + random
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
@@ -144,23 +151,47 @@ def function_at(place: str) -> Callable[..., Any]:
         ImportError, AttributeError: there is none.
     """
     module, _, function = place.rpartition(":")
-    path = Path(module).resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    if path.suffix == ".py":
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise ImportError(f"there is no file {module}")
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, loaded)
-        spec.loader.exec_module(loaded)
-    else:
-        loaded = importlib.import_module(module)
-    found: Any = getattr(loaded, function)
+    found: Any = getattr(_loaded(module), function)
     if not callable(found):
         raise AttributeError(f"{function} of {module} is no function, but a {type(found).__name__}")
     made: Callable[..., Any] = found
     return made
+
+
+def functions_of(file: str) -> list[str]:
+    """The callables that a Python file defines or assigns at its top, in the file's order; no classes, and
+    no names that begin with an underscore.
+
+    Raises:
+        ImportError, SyntaxError: there is no such file, or it is no Python.
+    """
+    loaded = _loaded(file)
+    names: list[str] = []
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+        names += [node.name] if isinstance(node, ast.FunctionDef) else []
+    found = {name: getattr(loaded, name, None) for name in names if not name.startswith("_")}
+    return [name for name, value in found.items() if callable(value) and not isinstance(value, type)]
+
+
+def _loaded(module: str) -> ModuleType:
+    """The module of this name or in this file, imported."""
+    path = Path(module).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return _of_file(path) if path.suffix == ".py" else importlib.import_module(module)
+
+
+@functools.cache
+def _of_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"there is no file {path.name} in {path.parent}")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 class StockCompiledAutograd(DynamoSubject):
