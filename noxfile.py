@@ -291,6 +291,15 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True)
+def ecosystem(session: nox.Session) -> None:
+    """The examples of docs/ecosystem: trainers, adapters, privacy, forces; as in eager (4 min)."""
+    install(session, "-r", "requirements/torch.txt")
+    session.install(*PINS, "-r", "requirements/torch.txt", "-r", "requirements/ecosystem.txt")
+    own = ("-n", JOBS, "suites/ecosystem", *session.posargs)
+    session.run("pytest", *own, env=settings(session))
+
+
+@nox.session(reuse_venv=True)
 def architectures(session: nox.Session) -> None:
     """A small model of every architecture of timm and transformers, trained for three steps (hours).
 

@@ -33,10 +33,12 @@ BETWEEN = "-- the next block --"
 LONGEST = 200
 #: the most words that a document may have, and the most lines.
 GUIDES = sorted(page for name in ("guides", "tutorials") for page in (ROOT / "docs" / name).glob("*.md"))
+ECOSYSTEM = sorted((ROOT / "docs/ecosystem").glob("*.md"))
 MOST = {
     "README.md": (900, 200),
     "docs/comparison.md": (1500, 120),
     **{page.relative_to(ROOT).as_posix(): (1200, 250) for page in GUIDES},
+    **{page.relative_to(ROOT).as_posix(): (600, 200) for page in ECOSYSTEM},
 }
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from benchmarks import training_table
 from benchmarks.figures import Table
+from ecosystem import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
@@ -50,6 +51,8 @@ def of_file(render: Callable[[Table], str]) -> Callable[[str], str]:
 TABLES: dict[str, Callable[[str], str]] = {
     "correctness": lambda _: agreement().short(),
     "agreement": lambda _: agreement().whole(),
+    "example": pages.code,
+    "gains": pages.gains,
     **{
         name: of_file(getattr(training_table, name))
         for name in ("short", "spread", "goals", "like_eager", "starts")

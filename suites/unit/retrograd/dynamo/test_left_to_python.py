@@ -57,6 +57,30 @@ def test_python_runs_what_dynamo_fails_at(dies):
     assert "list index out of range" in str(reason)
 
 
+class Unsized(tuple[float, int]):
+    """As an irrep of e3nn: a tuple whose class forbids the length, which Dynamo guards."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
+def test_python_runs_what_dynamo_cannot_guard():
+    parts = [(2, Unsized((1.5, 1)))]
+
+    def scaled(x):
+        for count, part in parts:
+            x = x * (count * part[0])
+        return x
+
+    x = torch.ones(3, requires_grad=True)
+    retrograd.compile(scaled, backend="eager")(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+    assert [reason.code for reason in retrograd.explain().fallbacks] == ["not-compiled"]
+
+
 @pytest.mark.parametrize("options", [{"fullgraph": True}, {"options": {"strict": True}}])
 def test_a_failure_is_an_error_if_asked_for(dies, options):
     scaled, backend = dies
