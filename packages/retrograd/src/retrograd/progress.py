@@ -56,11 +56,11 @@ def _tell_unasked(text: str) -> None:
         sys.stderr.write(f"[{progress_log.name}] {text}\n")
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     watched: _Watched | None = None
 
 
-_here = _Here()
+_here = _ThreadState()
 
 
 @contextmanager

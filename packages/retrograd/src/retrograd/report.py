@@ -117,11 +117,11 @@ class BackwardReport:
 
     def lines(self) -> tuple[str, ...]:
         """The short text, below its first line."""
-        opaque, again = self.opaque_calls, self.recompiles
+        opaque, recompiles = self.opaque_calls, self.recompiles
         return (
             f"  segments      {by_kind(self.ways())}",
             *([f"  opaque calls  {by_kind(opaque)}"] if opaque else ()),
-            *([f"  recompiles    {len(again)}; last: {again[-1].because}"] if again else ()),
+            *([f"  recompiles    {len(recompiles)}; last: {recompiles[-1].because}"] if recompiles else ()),
         )
 
     def __str__(self) -> str:
