@@ -8,6 +8,8 @@ import random
 import time
 import warnings
 import weakref
+from traceback import FrameSummary
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch._dynamo.variables import TensorVariable
 
 import retrograd
+from retrograd.dynamo.frames import why_ended
 from unit.retrograd.dynamo.twins import Program, assert_compiled, run_twins
 
 COUNTER = 0
@@ -70,6 +73,15 @@ def test_the_report_names_the_line_of_the_user_and_leaves_backward_to_the_engine
     assert text.startswith("step step: 2 calls compiled, 1 eager\n")
     assert "backward in 1 autograd node, " in text
     assert "  lowerings " in step.explain().details()
+
+
+def test_a_break_in_torchs_own_code_is_told_with_the_line_that_led_there():
+    stack = [FrameSummary("train.py", 7, "step"), FrameSummary(torch.optim.__file__, 3, "inner")]
+    reason = SimpleNamespace(graph_break=True, reason="print\n  Explanation: no.", user_stack=stack)
+    gm = SimpleNamespace(compile_subgraph_reason=reason)
+    assert why_ended(gm) == f"print: no., in torch's own code at {torch.optim.__file__}:3 (train.py:7)"
+    reason.user_stack = stack[:1]
+    assert why_ended(gm) == "print: no. (train.py:7)"
 
 
 def test_dynamos_advice_about_item_is_not_logged_while_we_compile():
