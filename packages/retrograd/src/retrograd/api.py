@@ -198,7 +198,8 @@ def compile(
             ``"compile_timeout"`` also apply to the live path.
 
     Returns:
-        What ``torch.compile`` returns: for a module, a module.
+        What ``torch.compile`` returns: for a module, a module. ``retrograd.explain`` of it reports what was
+        compiled for it. Callables with equal settings share code, which the first of them reports.
 
     Raises:
         OptionError: an unknown mode or option, or a value that is not allowed.
@@ -215,13 +216,14 @@ def compile(
     chosen = {**(options or {}), "backend": backend}
     config = config_of(mode, chosen)
     live = replace(config, backend=backend, dynamic=dynamic)
-    session = Session(live, process_report, is_paced=True)
+    report = Report(above=process_report)
+    session = Session(live, report, is_paced=True)
     check_supported()
     if isinstance(target, torch.nn.Module) and isinstance(find_backend(backend), InductorBackend):
         expect(target)
     watch_compiled_forwards(is_anything_open)
     side_streams.watch()
-    watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), process_report)
+    watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), report)
     compiled: Any = compiled_frames(
         target,
         ChosenBackend.of(mode, chosen, dynamic, fullgraph),
@@ -230,7 +232,14 @@ def compile(
         dynamic=dynamic,
         are_numbers_exact=watch.computes_like_eager,
     )
-    return target if compiled is target else _owning(compiled, session)
+    if compiled is not target:
+        compiled = _owning(compiled, session)
+        _reports[compiled] = report
+    return compiled
+
+
+#: The report of each callable that `compile` returned.
+_reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
 
 
 def _owning(compiled: Any, session: Session) -> Any:
@@ -299,22 +308,33 @@ def explain(
     were compiled ahead of time.
 
     Args:
-        fn: a function that runs backwards. We call it inside a new context. Without it, the report covers the
-            whole process so far.
+        fn: what `compile` returned, without arguments: we report on it and do not call it. Or a function that
+            runs backwards: we call it inside a new context. Without `fn`, the report covers the whole process
+            so far.
         args, kwargs: the arguments for `fn`.
         backend: as in `compiled_autograd`.
 
     Returns:
-        The report. ``print(report)`` shows a summary, ``report.print_readable()`` the graphs.
+        The report. ``print(report)`` shows a summary, ``print(report.details())`` all of it,
+        ``report.print_readable()`` the graphs; ``report.save_html(path)`` writes a page.
+
+    Raises:
+        OptionError: `fn` cannot be called with these arguments, and `compile` did not return it.
     """
     if fn is None:
         return process_report
     check("fn", fn, (callable, "a function that runs backwards"))
+    with contextlib.suppress(TypeError):  # no weak reference to it is possible: `compile` did not return it
+        if not args and not kwargs and fn in _reports:
+            return _reports[fn]
     try:
         with contextlib.suppress(ValueError):  # functions of C have no signature
             inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
     except TypeError as error:
-        way_out = "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y)"
+        way_out = (
+            "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y); "
+            "or what retrograd.compile returned: retrograd.explain(compiled)"
+        )
         raise OptionError("fn", f"it cannot be called with these arguments: {error}", way_out) from None
     with compiled_autograd(backend) as context:
         fn(*args, **kwargs)

@@ -3,7 +3,7 @@
 In: increments and texts from the stages. Out: `counters`, and the loggers below ``retrograd.live`` and
 ``retrograd.aot``. There are three ways to switch a logger on: ``TORCH_LOGS="+retrograd.live"``, as for any
 importable module; ``logging`` itself; and ``RETROGRAD_LOGS=graph,schedule,guards,recompiles``, which writes
-the named logs to standard error.
+the named logs to standard error. ``RETROGRAD_LOGS=progress`` does so for ``retrograd.progress``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ NAMES = ("graph", "schedule", "guards", "recompiles", "cache")
 live_log = logging.getLogger("retrograd.live")
 LOGS = {name: live_log.getChild(name) for name in NAMES}
 
+#: Says how far a long capture or compilation is; see `progress`.
+progress_log = logging.getLogger("retrograd.progress")
+_PROGRESS = "progress"
+
 #: The same loggers for graphs that are captured ahead of time, by ``retrograd.aot`` and behind Dynamo.
 AOT_LOGS = {name: logging.getLogger("retrograd.aot").getChild(name) for name in NAMES}
 
@@ -45,11 +49,13 @@ def switch_logs(names: str) -> None:
     An unknown name gives a warning, not an error: a misspelt setting must not end a training run.
     """
     wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
-    if unknown := sorted(set(wanted) - set(NAMES)):
+    known = (*NAMES, _PROGRESS)
+    if unknown := sorted(set(wanted) - set(known)):
         warnings.warn(
-            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(NAMES)}", stacklevel=2
+            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(known)}", stacklevel=2
         )
-    for log in [logs[name] for logs in (LOGS, AOT_LOGS) for name in NAMES if name in wanted]:
+    chosen = [logs[name] for logs in (LOGS, AOT_LOGS) for name in NAMES if name in wanted]
+    for log in [*chosen, *([progress_log] if _PROGRESS in wanted else [])]:
         log.setLevel(logging.DEBUG)
         log.propagate = False
         if not log.handlers:

@@ -114,5 +114,10 @@ QUIET, PATIENCE, MOST_TIDIED = 2, 4, 2
 
 #: How many backwards and graphs a report remembers, so that a long process does not grow without bound.
 KEPT_REPORTS = 200
+#: How many entries of one kind the short text of a report shows, so that it stays on one screen.
+SHOWN_IN_SHORT = 3
+#: In seconds: when a compilation first says how far it is, and how often again; and when it says so once
+#: although nobody has asked for it.
+FIRST_PROGRESS, NEXT_PROGRESS, UNASKED_PROGRESS = 2, 5, 10
 #: A model with this many modules takes longer to compile than worker processes take to start.
 DEEP = 50

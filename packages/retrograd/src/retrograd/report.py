@@ -1,54 +1,35 @@
-"""Reports and logs what was captured and compiled, and what ran eagerly.
+"""Reports what was captured and compiled, and what ran eagerly.
 
-In: what the stages did. Out: the report that every ``explain`` returns, for people, tests and the harness.
-For each captured backward also records in the loggers below ``retrograd.live``, and artifacts and events in
-torch's structured trace, under one compile id. A text is built only if a log or trace is on.
+In: what the stages did. Out: the report that every ``explain`` returns, for people, tests and the harness:
+short as ``str``, long as ``details()``, and as an HTML page.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 import sys
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from retrograd.errors import FallbackWarning, Reason, first_line
-from retrograd.events import AOT_LOGS, LOGS, counters, live_log
-from retrograd.graph.backward_graph import (
-    Accumulation,
-    BackwardGraph,
-    CallKind,
-    NodeCall,
-    OpaqueCall,
-    Schedule,
-    Segment,
-    call_of,
-    readable,
-    readable_schedule,
-)
+from retrograd.events import AOT_LOGS, LOGS, counters
+from retrograd.graph.backward_graph import BackwardGraph, Schedule, Segment, readable
 from retrograd.policy import KEPT_REPORTS
-from retrograd.process import ForkSafeLock, cached_property, forgotten_by_reset, restore_after_errors
-from retrograd.runtime.profiler import (
-    CompileId,
-    artifact,
-    compiling,
-    event,
-    new_compile_id,
-    node_range,
-    text_range,
-)
-from retrograd.trace import recorded
+from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_errors
+from retrograd.progress import working
+from retrograd.report_page import page_of
+from retrograd.report_text import by_kind, counted, indented, most, short
+from retrograd.runtime.profiler import artifact
 
 _lock = ForkSafeLock()
-
 
 #: `LoweringReport.how` of a segment without code.
 INTERPRETED = "interpreted"
@@ -65,6 +46,7 @@ class LoweringReport:
         because: why it was needed: ``first use``, the guard that failed, or why it could not be compiled.
         graph: the ATen graph; None if the segment is interpreted or runs code from an earlier lowering.
         recompile: whether the segment had a lowering before.
+        seconds: how long the backward waited for it.
     """
 
     segment: int
@@ -73,6 +55,7 @@ class LoweringReport:
     because: str
     graph: fx.Graph | None = None
     recompile: bool = False
+    seconds: float = 0.0
 
     @property
     def is_interpreted(self) -> bool:
@@ -105,19 +88,51 @@ class BackwardReport:
         """Lowerings of segments that already had one."""
         return [lowering for lowering in self.lowerings if lowering.recompile]
 
-    def __str__(self) -> str:
-        opaque = Counter(step.reason for step in self.schedule.opaque_calls)
-        lines = [
-            f"backward of {len(self.graph.node_calls)} node calls, run {self.runs} times, "
-            f"backend {self.backend}",
-            f"  segments       {len(self.schedule.segments)}",
-            f"  opaque calls   {sum(opaque.values())}",
-            *(f"    {count:4d} x {reason}" for reason, count in opaque.items()),
-            f"  lowerings      {len(self.lowerings)}",
-        ]
+    @property
+    def opaque_calls(self) -> Counter[str]:
+        """How many opaque calls there are, by their reason."""
+        return Counter(step.reason for step in self.schedule.opaque_calls)
+
+    def ways(self) -> Counter[str]:
+        """How many segments run in each way, in words."""
+        last = {low.segment: low for low in self.lowerings}
+        return Counter(self.way(segment, last.get(i)) for i, segment in enumerate(self.schedule.segments))
+
+    def way(self, segment: Segment, last: LoweringReport | None) -> str:
+        """How a segment runs, given its last lowering."""
+        if last is not None and not last.is_interpreted:
+            return "compiled" if last.graph is not None else "with the code of an equal one"
+        if last is not None or segment.interpret_because:
+            return f"call by call: {last.because if last else segment.interpret_because}"
+        if self.backend == "eager":
+            return "call by call, as backend='eager' runs them"
+        return "not compiled yet" if segment.worth_compiling else "call by call: too little to compile"
+
+    def equal_lowerings(self) -> dict[tuple[str, str, str], list[int]]:
+        """The segments that were lowered alike: by backend, cause and guards."""
+        equal: dict[tuple[str, str, str], list[int]] = {}
         for low in self.lowerings:
-            lines.append(f"    segment {low.segment}: {low.how}, {low.because}")
-            lines.append(f"      guards  {low.guards}")
+            equal.setdefault((low.how, low.because, low.guards), []).append(low.segment)
+        return equal
+
+    def lines(self) -> tuple[str, ...]:
+        """The short text, below its first line."""
+        opaque, recompiles = self.opaque_calls, self.recompiles
+        return (
+            f"  segments      {by_kind(self.ways())}",
+            *([f"  opaque calls  {by_kind(opaque)}"] if opaque else ()),
+            *([f"  recompiles    {len(recompiles)}; last: {recompiles[-1].because}"] if recompiles else ()),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([_headline([self]), *self.lines()])
+
+    def details(self) -> str:
+        """The long text: each lowering with its cause and guards. Equal lowerings share a line."""
+        lines = [str(self), f"  lowerings     {len(self.lowerings)}"]
+        for (how, because, guards), segments in self.equal_lowerings().items():
+            lines.append(f"    segment {', '.join(map(str, segments))}: {how}, {because}")
+            lines += [f"      guards  {guards}"] if guards else []
         lines += [f"  note  {reason.text}" for reason in self.notes]
         return "\n".join(lines)
 
@@ -129,6 +144,13 @@ class BackwardReport:
         if print_output:
             print(text)  # noqa: T201 - printing is what it is for
         return text
+
+
+def _headline(them: list[BackwardReport]) -> str:
+    """The first line of the short text of equal backwards."""
+    what = "backward" if len(them) == 1 else f"{len(them)} backwards"
+    nodes, runs = len(them[0].graph.node_calls), sum(entry.runs for entry in them)
+    return f"{what} of {counted(nodes, 'node')}, run {counted(runs, 'time')}, backend {them[0].backend}"
 
 
 @dataclass(frozen=True)
@@ -151,12 +173,13 @@ class GraphReport:
     ended_by: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.forward} calls forward, "
+        text = f"{self.name}: {counted(self.forward, 'call')} forward, "
         if self.regions:
-            text += f"{self.backward} backward in {self.regions} regions, {self.saved_bytes:,} bytes saved"
+            nodes = counted(self.regions, "autograd node")
+            text += f"{self.backward} backward in {nodes}, {self.saved_bytes:,} bytes saved"
         else:
             text += "nothing to differentiate"
-        return f"{text}\n  ends at  {self.ended_by}" if self.ended_by else text
+        return f"{text}; ends at {self.ended_by}" if self.ended_by else text
 
 
 @dataclass
@@ -168,6 +191,7 @@ class Report:
         graphs: one entry for each graph that was compiled ahead of time; only the latest.
         fallbacks: for each reason, how often something ran eagerly.
         notes: what was compiled, or runs, differently from what the user asked for.
+        seconds: how long Dynamo and the stages took ahead of time. `compile_seconds` adds the lowerings.
         above: a larger report that receives everything too.
     """
 
@@ -175,7 +199,13 @@ class Report:
     graphs: deque[GraphReport] = field(default_factory=lambda: deque(maxlen=KEPT_REPORTS))
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     notes: dict[Reason, None] = field(default_factory=dict)
+    seconds: float = 0.0
     above: Report | None = field(default=None, repr=False)
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long the program has waited for compilations."""
+        return self.seconds + sum(low.seconds for backward in self.backwards for low in backward.lowerings)
 
     @property
     def recompiles(self) -> list[LoweringReport]:
@@ -198,6 +228,14 @@ class Report:
         AOT_LOGS["graph"].info("%s", graph)
         for report in self._all():
             report.graphs.append(graph)
+
+    @contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Inside, this thread compiles `what`. Adds the time, unless a block around this one does."""
+        with working(what) as seconds:
+            yield
+        for report in self._all():
+            report.seconds += seconds()
 
     def fell_back(self, reason: Reason, what: str) -> None:
         """Something ran eagerly; `what` describes it. Warns once per code and text."""
@@ -227,6 +265,7 @@ class Report:
         """Remove all entries."""
         for entries in (self.backwards, self.graphs, self.fallbacks, self.notes):
             entries.clear()
+        self.seconds = 0.0
 
     def _all(self) -> Iterator[Report]:
         report: Report | None = self
@@ -235,12 +274,63 @@ class Report:
             report = report.above
 
     def __str__(self) -> str:
-        graphs = [graph for graph in self.graphs if graph.forward or graph.ended_by]
-        parts = [str(entry) for entry in (*graphs, *self.backwards)] or ["nothing was captured"]
+        parts = [*most(map(str, self._graphs), "graph")]
+        parts += most(("\n".join([_headline(them), *lines]) for lines, them in self._kinds()), "backward")
+        if not parts:
+            parts = ["nothing was captured"]
+        elif not self.fallbacks:
+            parts.append("nothing fell back to eager")
+        if (seconds := self.compile_seconds) >= 0.05:
+            parts.append(f"compiling took {seconds:.1f} s")
+        parts += most(
+            (
+                f"ran as eager runs it {counted(count, 'time')} {short(reason)}"
+                for reason, count in self.fallbacks.most_common()
+            ),
+            "reason",
+        )
+        notes = [short(reason, between="; ") for reason in self.all_notes]
+        return "\n".join([*parts, *(["notes, no failures:"] if notes else []), *most(notes, "note")])
+
+    def details(self) -> str:
+        """The long text: every graph, every backward with its lowerings and guards, every reason."""
+        parts = [*map(str, self._graphs), *(entry.details() for entry in self.backwards)]
         for reason, count in self.fallbacks.items():
-            parts.append(f"ran as eager runs it {count} times [{reason.code}]\n" + _indented(reason))
-        parts += [f"runs otherwise than asked [{reason.code}]\n" + _indented(reason) for reason in self.notes]
-        return "\n\n".join(parts)
+            parts.append(f"ran as eager runs it {counted(count, 'time')} [{reason.code}]\n{indented(reason)}")
+        parts += [f"note, no failure [{reason.code}]\n{indented(reason)}" for reason in self.notes]
+        return "\n\n".join(parts or ["nothing was captured"])
+
+    @property
+    def _graphs(self) -> list[GraphReport]:
+        return [graph for graph in self.graphs if graph.forward or graph.ended_by]
+
+    @property
+    def all_notes(self) -> dict[Reason, None]:
+        """The notes, and those of the backwards."""
+        return {**self.notes, **dict.fromkeys(note for entry in self.backwards for note in entry.notes)}
+
+    def _kinds(self) -> Iterable[tuple[tuple[str, ...], list[BackwardReport]]]:
+        """The backwards, grouped by what their short texts say."""
+        kinds: dict[Any, list[BackwardReport]] = {}
+        for entry in self.backwards:
+            key = len(entry.graph.node_calls), entry.backend, entry.lines()
+            kinds.setdefault(key, []).append(entry)
+        return [(lines, them) for (*_, lines), them in kinds.items()]
+
+    def _repr_html_(self) -> str:
+        """The page of `save_html`, for notebooks."""
+        return page_of(self, whole=False)
+
+    def save_html(self, path: str | PathLike[str]) -> None:
+        """Write the report as one HTML page: what ran where, and the steps of each captured backward.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(page_of(self), encoding="utf-8")
 
     def print_readable(self, print_output: bool = True) -> str:
         """All graphs of the live path as text; printed unless `print_output` is false."""
@@ -253,10 +343,11 @@ forgotten_by_reset(process_report.clear)
 
 
 class _Here(threading.local):
-    """Lists of the fallbacks that happen on this thread, innermost last."""
+    """Where this thread reports: lists of its fallbacks, innermost last; and for whom Dynamo compiles."""
 
     def __init__(self) -> None:
         self.lists: list[list[tuple[Reason, str]]] = []
+        self.compiling: Report = process_report
 
 
 _here = _Here()
@@ -286,6 +377,21 @@ class told_to:
         _here.lists[:] = [one for one in _here.lists if one is not self._heard]
         for reason, what in self._heard if error is None else ():
             self._report.fell_back(reason, what)
+
+
+@contextmanager
+def compiling_for(report: Report) -> Iterator[None]:
+    """Inside, `compiler_report` is `report`: Dynamo calls a backend without saying for whom."""
+    before, _here.compiling = _here.compiling, report
+    try:
+        yield
+    finally:
+        _here.compiling = before
+
+
+def compiler_report() -> Report:
+    """The report of the callable for which Dynamo compiles on this thread; else the process-wide one."""
+    return _here.compiling
 
 
 def tell(reason: Reason, what: str) -> None:
@@ -331,10 +437,6 @@ def _first(reason: Reason, what: str) -> str | None:
     return text
 
 
-def _indented(reason: Reason) -> str:
-    return "    " + str(reason).replace("\n", "\n    ")
-
-
 def _users_level() -> int:
     """The ``stacklevel`` with which a warning from the caller shows the user's line."""
     frame, level = sys._getframe(1), 1
@@ -343,100 +445,3 @@ def _users_level() -> int:
     ):
         frame, level = frame.f_back, level + 1
     return level
-
-
-#: The format in which `forward_line` writes a line of the user's code.
-_LINE = re.compile(r"(?P<file>.+):(?P<line>\d+)  (?P<code>.*)")
-
-_HAS_RANGE = {CallKind.NODE, CallKind.CPP_FUNCTION, CallKind.FUNCTION, CallKind.ACCUMULATE}
-
-
-class PlanLog:
-    """Logs and traces one backward."""
-
-    def __init__(self, report: BackwardReport) -> None:
-        self._report = report
-
-    @cached_property
-    def compile_id(self) -> CompileId:
-        """The id under which torch's structured trace files this backward."""
-        return new_compile_id()
-
-    # logs and artifacts
-
-    def laid_out(self) -> None:
-        """The plan has been made."""
-        graph, schedule = self._report.graph, self._report.schedule
-        self._tell("graph", "retrograd_backward_graph", lambda: readable(graph))
-        self._tell("schedule", "retrograd_hook_schedule", lambda: readable_schedule(graph, schedule))
-
-    def lowered(self, lowering: LoweringReport) -> None:
-        """A segment was compiled, or its compilation was given up."""
-        self._report.lowerings.append(lowering)
-        segment, name = f"segment {lowering.segment}", f"retrograd_segment_{lowering.segment}"
-        if lowering.graph is not None:
-            artifact(f"{name}_graph", lowering.code, self.compile_id)
-            self._tell("guards", f"{name}_guards", lambda: f"{segment}: {lowering.guards}")
-        if lowering.recompile:
-            text = f"{segment} is lowered again: {lowering.because}"
-            self._tell("recompiles", f"{name}_recompile_reason", lambda: text, logging.INFO)
-        elif lowering.is_interpreted:
-            text = f"{segment} is interpreted: {lowering.because}"
-            self._tell("recompiles", f"{name}_interpreted", lambda: text, logging.INFO)
-
-    def recorded(self, reason: Reason) -> None:
-        """Something runs differently from what the user asked for."""
-        if reason not in self._report.notes:
-            self._report.notes.append(reason)
-            live_log.info("backward %s: %s", self.compile_id, reason)
-
-    def _tell(self, log: str, name: str, text: Callable[[], str], level: int = logging.DEBUG) -> None:
-        if LOGS[log].isEnabledFor(level):
-            LOGS[log].log(level, "backward %s\n%s", self.compile_id, text())
-        artifact(name, text, self.compile_id)
-
-    # spans
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Use this around a stage of lowering: torch then files its records under this backward."""
-        with compiling(self.compile_id), event(f"retrograd.{name}", self.compile_id):
-            yield
-
-    def node_recorded(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Use this around the tracing of `node`: its ATen nodes then name its autograd node and source
-        line."""
-        name = self._report.graph.node_name(call_of(node).node_call)
-        note: dict[str, Any] = {"custom": {"autograd_node": name}}
-        if found := _LINE.fullmatch(_node_call(self._report, node).source):
-            place = f'  File "{found["file"]}", line {found["line"]}, in forward'
-            note["stack_trace"] = f"{place}\n    {found['code']}\n"
-        return recorded(**note)
-
-    # profiler ranges
-
-    def node_ranges(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Use this around one call of an interpreted segment: eager's ranges, if the call is a node."""
-        if call_of(node).kind not in _HAS_RANGE:
-            return nullcontext()
-        return node_range(_node_call(self._report, node).name)
-
-    def step_range(self, step: OpaqueCall | Accumulation) -> AbstractContextManager[None]:
-        """Use this around an opaque call or an accumulation: eager's ranges for a node, else a
-        description."""
-        name = _node_call(self._report, step.node).name
-        if isinstance(step, Accumulation) or call_of(step.node).kind in _HAS_RANGE:
-            return node_range(name)
-        return text_range(f"{step.reason} of {name}")
-
-    def segment_range(self, segment: Segment, number: int) -> AbstractContextManager[None]:
-        """Use this around a compiled segment: one range with the names of its nodes."""
-        names = [
-            _node_call(self._report, node).name for node in segment.nodes if call_of(node).kind in _HAS_RANGE
-        ]
-        shown = ", ".join(names[:8]) + (f", … ({len(names)} nodes)" if len(names) > 8 else "")
-        return text_range(f"retrograd segment {number}: {shown}")
-
-
-def _node_call(report: BackwardReport, node: fx.Node) -> NodeCall:
-    return report.graph.node_calls[call_of(node).node_call]

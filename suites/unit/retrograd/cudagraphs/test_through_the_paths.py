@@ -161,7 +161,7 @@ def test_a_live_context_without_a_device_says_that_nothing_is_recorded():
     for _ in range(3):  # the first with no .grad; the plan settles in its second run, and would be recorded
         with context:
             x.sin().exp().sum().backward()
-    assert "note  no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
+    assert "no CUDA graph is recorded: it has tensors on cpu" in str(context.explain())
 
 
 class Block(nn.Module):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import time
 import warnings
 import weakref
+from traceback import FrameSummary
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.variables import TensorVariable
 
 import retrograd
+from retrograd.dynamo.frames import why_ended
 from unit.retrograd.dynamo.twins import Program, assert_compiled, run_twins
 
 COUNTER = 0
@@ -54,6 +59,47 @@ def test_printing(capsys):
     assert len(printed) == 8
     assert printed[:4] == printed[4:]
     assert any("test_step_pieces.py" in graph.ended_by for graph in step.explain().pieces.graphs)
+
+
+def test_the_report_names_the_line_of_the_user_and_leaves_backward_to_the_engine():
+    made = program(lambda loss: None)
+    step = retrograd.compile_step(made.step, backend="eager")
+    for x, y in batches(3):
+        step(x, y)
+    (graph,) = [graph for graph in step.explain().pieces.graphs if graph.ended_by]
+    line = made.step.__code__.co_firstlineno + 3
+    assert graph.ended_by == f"backward(), which Dynamo leaves to the autograd engine ({__file__}:{line})"
+    text = str(step.explain())
+    assert text.startswith("step step: 2 calls compiled, 1 eager\n")
+    assert "backward in 1 autograd node, " in text
+    assert "  lowerings " in step.explain().details()
+
+
+def test_a_break_in_torchs_own_code_is_told_with_the_line_that_led_there():
+    stack = [FrameSummary("train.py", 7, "step"), FrameSummary(torch.optim.__file__, 3, "inner")]
+    reason = SimpleNamespace(graph_break=True, reason="print\n  Explanation: no.", user_stack=stack)
+    gm = SimpleNamespace(compile_subgraph_reason=reason)
+    assert why_ended(gm) == f"print: no., in torch's own code at {torch.optim.__file__}:3 (train.py:7)"
+    reason.user_stack = stack[:1]
+    assert why_ended(gm) == "print: no. (train.py:7)"
+
+
+def test_dynamos_advice_about_item_is_not_logged_while_we_compile():
+    log, found = logging.getLogger("torch._dynamo.variables.tensor"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        for compiled in (
+            torch.compile(lambda x: x.sum().item(), backend="eager"),
+            retrograd.compile(lambda x: x.sum().item(), backend="eager"),
+        ):
+            TensorVariable._warn_capture_scalar_outputs.cache_clear()
+            compiled(torch.ones(2))
+    finally:
+        log.removeHandler(handler)
+    assert len(found) == 1
+    assert "Graph break from `Tensor.item()`" in found[0], "stock's own, of the first call"
 
 
 def appends_to_a_list():

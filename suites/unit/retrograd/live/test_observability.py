@@ -50,7 +50,9 @@ def run(env: dict[str, str], program: str = PROGRAM) -> str:
 
 def test_our_variable_writes_the_named_logs_and_warns_of_unknown_names() -> None:
     text = run({"RETROGRAD_LOGS": "schedule,recompiles,speed"})
-    assert "RETROGRAD_LOGS: unknown speed\n  known  graph, schedule, guards, recompiles, cache" in text
+    assert (
+        "RETROGRAD_LOGS: unknown speed\n  known  graph, schedule, guards, recompiles, cache, progress" in text
+    )
     assert "tensor hook at MmBackward0 (3 of 5)" in text
     assert "[retrograd.live.recompiles]" in text
     assert "segment 0 is lowered again: argument 1 was 3, now 4" in text
@@ -85,7 +87,7 @@ def test_our_variable_names_the_logs_of_what_is_captured_ahead_of_time_too(wrap:
     text = run({"RETROGRAD_LOGS": "graph,guards,recompiles"}, AHEAD_OF_TIME.replace("{wrap}", wrap))
     assert "[retrograd.aot.graph]" in text
     assert "cotangent" in text
-    assert "calls forward" in text
+    assert "call forward" in text
     assert "ValueError: not this one" in text
     assert "[retrograd.aot.recompiles]" in text
     assert ("1 tensors: type, dtype" in text) is guards
@@ -116,12 +118,32 @@ def test_the_structured_trace_has_every_stage_under_an_id_of_its_own(tmp_path: P
     assert first == {
         "retrograd_backward_graph",
         "retrograd_hook_schedule",
+        "retrograd_plan",
         *(f"retrograd_segment_{i}_{what}" for i in (0, 1) for what in ("graph", "guards")),
     }
     assert {"retrograd_segment_0_recompile_reason", "retrograd_fallback"} <= {name for _, name in artifacts}
     text = log.read_text()
+    assert "def run_backward(call, backward, changes, user):" in text
     for name in ("collect", "lay_out", "trace", "compile", "run"):
         assert f'"name": "retrograd.{name}"' in text
+
+
+def test_the_structured_trace_has_the_graphs_of_a_compiled_forward(tmp_path: Path) -> None:
+    program = """
+import torch
+f = torch.compile(lambda x: x.sin().exp(), backend="retrograd", options={"backend": "eager"})
+f(torch.ones(3, requires_grad=True)).sum().backward()
+"""
+    run({"TORCH_TRACE": str(tmp_path)}, program)
+    (log,) = tmp_path.iterdir()
+    records = [json.loads(line[line.index("{") :]) for line in log.read_text().splitlines() if line[0] == "V"]
+    found = [record for record in records if record.get("artifact", {}).get("name", "").startswith("retro")]
+    assert [record["artifact"]["name"] for record in found] == [
+        "retrograd_joint_graph",
+        "retrograd_forward_graph",
+        "retrograd_backward_0_graph",
+    ]
+    assert {record["frame_id"] for record in found} == {0}, "they are filed under the frame of Dynamo's"
 
 
 def test_a_log_switched_on_twice_has_one_handler() -> None:
@@ -144,8 +166,8 @@ def test_texts_are_not_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch)
     def not_wanted(*args: object) -> str:
         raise AssertionError("a text that nobody reads")
 
-    monkeypatch.setattr("retrograd.report.readable", not_wanted)
-    monkeypatch.setattr("retrograd.report.readable_schedule", not_wanted)
+    monkeypatch.setattr("retrograd.live.plan_log.readable", not_wanted)
+    monkeypatch.setattr("retrograd.live.plan_log.readable_schedule", not_wanted)
     monkeypatch.setattr(torch._C._autograd, "_profiler_enabled", lambda: False)
     trace_log = torch._logging._internal.trace_log
     monkeypatch.setattr(trace_log, "handlers", [])

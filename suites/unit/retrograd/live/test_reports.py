@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import retrograd
+from retrograd.errors import Reason
+from retrograd.report import GraphReport, Report
 
 
 def backward() -> torch.Tensor:
@@ -104,3 +107,74 @@ def test_an_error_of_the_program_is_no_fallback() -> None:
     ):
         y.sin().sum().backward()
     assert not context.explain().fallbacks
+
+
+# texts
+
+
+def layers(count: int, hooks: bool) -> torch.nn.Module:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(count)))
+    for parameter in model.parameters() if hooks else ():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    return model
+
+
+def test_a_report_of_a_deep_model_is_short_and_its_details_count_equal_segments() -> None:
+    model = layers(12, hooks=True)
+    with retrograd.compiled_autograd("aten") as context:
+        model(torch.ones(2, 4)).sum().backward()
+    text = re.sub(r"\d+\.\d+ s", "N s", str(context.explain()))
+    assert text.splitlines()[:3] == [
+        "backward of 50 nodes, run 1 time, backend aten",
+        "  segments      24: 20 with the code of an equal one, "
+        "2 call by call: too small to compile in the first few runs, 2 compiled",
+        "  opaque calls  24 post-accumulate-grad hook",
+    ]
+    assert "nothing fell back to eager" in text
+    details = context.explain().details().splitlines()
+    (shared,) = {line for line in details if "shared with an equal segment" in line and "segment 3, " in line}
+    assert shared.count(",") >= 10
+    assert len(details) < 30
+    assert "guards  " not in [line.strip() for line in details], "no line without guards"
+
+
+def test_a_report_shows_the_first_few_of_each_kind_and_says_how_many_there_are() -> None:
+    report = Report()
+    for number in range(40):
+        report.graphs.append(GraphReport(f"graph {number}", 3, 4, 1, 8, "print (a.py:1)"))
+        reason = Reason(f"code-{number}", "it is so", "live.run", node="Mul (1 of 2)", way_out="that")
+        report.fallbacks[reason] = 40 - number
+        report.notes[Reason(f"note-{number}", "it is so", "live.run", way_out="nothing to do")] = None
+    for number in range(5):
+        with retrograd.compiled_autograd("eager") as context:
+            layers(number + 1, hooks=True)(torch.ones(2, 4)).sum().backward()
+        report.backwards.extend(context.explain().backwards)
+    lines = str(report).splitlines()
+    assert len(lines) <= 27, "\n".join(lines)
+    assert lines[2:5] == [
+        "graph 2: 3 calls forward, 4 backward in 1 autograd node, 8 bytes saved; ends at print (a.py:1)",
+        "and 37 more graphs: print(report.details())",
+        "backward of 6 nodes, run 1 time, backend eager",
+    ]
+    assert "and 2 more backwards: print(report.details())" in lines
+    at = lines.index("ran as eager runs it 40 times [code-0] it is so (Mul (1 of 2))")
+    assert lines[at + 1] == "    try that"
+    assert "nothing fell back to eager" not in lines
+    assert lines[lines.index("notes, no failures:") + 1] == "[note-0] it is so; nothing to do"
+    assert "code-39" in report.details()
+
+
+def test_equal_backwards_are_one_entry_of_the_text() -> None:
+    with retrograd.compiled_autograd("eager") as context:
+        for _ in range(3):
+            layers(2, hooks=True)(torch.ones(2, 4)).sum().backward()
+    assert len(context.explain().backwards) in (1, 3)
+    assert str(context.explain()).count("backward") == 1
+    assert "run 3 times" in str(context.explain())
+
+
+def test_a_lowering_counts_its_seconds() -> None:
+    with retrograd.compiled_autograd("aten") as context:
+        backward()
+    (entry,) = context.explain().backwards
+    assert sum(low.seconds for low in entry.lowerings) == context.explain().compile_seconds > 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.errors import CallError, CodeFailedError, NotReadyError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.joint_graph import CaptureOptions, CaptureState, Leaf, Partition, SavedKind
+from retrograd.graph.lazy import LazyGraph
 from retrograd.graph.structure import is_same
 from retrograd.passes.aten import pass_named
 from retrograd.policy import WORTH_PROCESSES
 from retrograd.report import GraphReport, Report, process_report
+from retrograd.runtime.profiler import artifact
 from retrograd.runtime.pytree import tree_flatten
 from retrograd.specialize.guard import guard_as_traced
 from retrograd.trace import FirstRun, InputGuard
@@ -251,14 +254,29 @@ def run_stages(  # noqa: PLR0913 - all stages together need these
     if parts is None:
         is_large = graph is not None and len(graph.graph.nodes) >= WORTH_PROCESSES
         backend.prepare(in_process=is_large and kept is not None)
-        parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
-        parts = writing_ahead(parts) if backend.takes_writes else parts
-    code = compile_with(parts, config, report, lazy, None if is_known else kept)
+        with report.compiling(f"capturing {state.name}"):
+            parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
+            parts = writing_ahead(parts) if backend.takes_writes else parts
+    with report.compiling(f"compiling {state.name}"):
+        code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
-    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
-        joint: Any = parts.joint
-        AOT_LOGS["graph"].debug("%s\n%s", state.name, joint.print_readable())
+    _log(parts)
     return code
+
+
+def _log(partition: Partition) -> None:
+    """Write the graphs into the log and into torch's structured trace."""
+    joint: Any = partition.joint
+    if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
+        AOT_LOGS["graph"].debug("%s\n%s", joint.state.name, joint.print_readable())
+    artifact("retrograd_joint_graph", joint.print_readable)
+    halves = ["forward", *(f"backward_{number}" for number in range(len(partition.backwards)))]
+    for name, graph in zip(halves, partition.graphs, strict=True):
+        artifact(f"retrograd_{name}_graph", partial(_readable, graph))
+
+
+def _readable(graph: LazyGraph) -> str:
+    return graph.gm.print_readable(print_output=False)
 
 
 def _captured(

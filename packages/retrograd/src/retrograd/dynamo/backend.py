@@ -31,7 +31,7 @@ from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.dynamo.left_to_python import is_left_in_forward_mode
 from retrograd.dynamo.small_subgraphs import kernels_of_small_piece
 from retrograd.errors import CaptureError, OptionError
-from retrograd.report import GraphReport, Report, process_report, reason_of
+from retrograd.report import GraphReport, Report, compiler_report, reason_of
 
 #: our own options, documented in `Config`; any other option must be one of Inductor's
 OPTIONS = (
@@ -147,7 +147,7 @@ class RetrogradBackend:
             OptionError: an unknown mode or option, or an invalid value.
             CaptureError: a real input under a fake mode; with ``strict``, any graph that cannot be captured.
         """
-        return self.compile(gm, example_inputs, config_of(mode, options), process_report)
+        return self.compile(gm, example_inputs, config_of(mode, options), compiler_report())
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, report: Report

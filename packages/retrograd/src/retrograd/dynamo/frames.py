@@ -22,6 +22,7 @@ own.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import warnings
@@ -87,7 +88,8 @@ class _Callback:
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()
         try:
-            with _exact_numbers() if self._are_numbers_exact else nullcontext(), _warnings_are_no_errors():
+            exactly = _exact_numbers() if self._are_numbers_exact else nullcontext()
+            with self._watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
@@ -114,6 +116,30 @@ def _warnings_are_no_errors() -> Iterator[None]:
             if kind == "error":
                 warnings.filters.remove((kind, *others))  # type: ignore[attr-defined]
         yield
+
+
+#: How warnings of Dynamo's begin that say nothing here: profiler ranges do not matter to results, and the
+#: report lists where Dynamo divides a program.
+_NO_NEWS = ("Profiler function", "Profiler record function", "Graph break from `Tensor.item()`")
+_WARN_OF_NOTHING = [
+    logging.getLogger(f"torch._dynamo.variables.{name}") for name in ("ctx_manager", "tensor", "torch")
+]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NO_NEWS)
+
+
+@contextmanager
+def _without_known_warnings() -> Iterator[None]:
+    """Inside, Dynamo does not log the warnings that say nothing here."""
+    for log in _WARN_OF_NOTHING:
+        log.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        for log in _WARN_OF_NOTHING:
+            log.removeFilter(_is_news)
 
 
 @contextmanager
@@ -318,10 +344,17 @@ def why_ended(gm: fx.GraphModule) -> str:
     if reason is None or not getattr(reason, "graph_break", True):
         return ""
     text, *more = map(str.strip, str(reason.reason).strip().splitlines())
-    explained = [line for line in more if line.startswith("Explanation:")]
-    text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"
+    if "backward() call" in text:
+        text = "backward(), which Dynamo leaves to the autograd engine"
+    else:
+        explained = [line for line in more if line.startswith("Explanation:")]
+        text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
+    stack = [*(reason.user_stack or ())]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in stack]
+    own = [place for place in places if not place.startswith(torch.__path__[0])]
+    if places and places[-1] not in own:
+        text += f", in torch's own code at {places[-1]}"
+    return f"{text} ({own[-1]})" if own else text
 
 
 def grad_mode_left(gm: fx.GraphModule) -> bool | None:

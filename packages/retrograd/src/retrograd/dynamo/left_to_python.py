@@ -10,6 +10,8 @@ counts and another order of operations, so the last bits of their results differ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 
 import torch
@@ -18,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
-from retrograd.report import Report, reason_of
+from retrograd.report import Report, compiling_for, reason_of
 from retrograd.runtime.modes import FORWARD_MODE, is_forward_mode
 
 #: where torch's optimizers and schedulers are.
@@ -72,6 +74,12 @@ class LeftToPython:
             return False
         self.found.add("optimizer")
         return True
+
+    @contextmanager
+    def compiling(self, code: CodeType) -> Iterator[None]:
+        """Inside, Dynamo compiles `code`: what it compiles is reported here, and how long it takes."""
+        with self._report.compiling(f"Dynamo compiles {_place(code)}"), compiling_for(self._report):
+            yield
 
     def switched_off(self) -> None:
         """Report that Dynamo is disabled, so that Python runs everything."""

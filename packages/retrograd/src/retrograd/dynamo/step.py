@@ -11,8 +11,9 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from retrograd.live.session import Session
 from retrograd.policy import SHORT_STEP
 from retrograd.probe import check_supported
 from retrograd.process import restored_on_error
+from retrograd.progress import watched
 from retrograd.report import Report, process_report
+from retrograd.report_text import counted
 from retrograd.runtime.cuda import unused_memory_returned
 from retrograd.runtime.modes import compile_stance
 from retrograd.specialize.profitability import Pace
@@ -69,11 +72,27 @@ class StepReport:
         lowerings = sum(len(backward.lowerings) for backward in self.pieces.backwards)
         return len(self.pieces.graphs) + len(self.pieces.backwards) + lowerings
 
+    def _headed(self, text: str) -> str:
+        lines = [f"step {self.name}: {counted(self.compiled, 'call')} compiled, {self.eager} eager"]
+        lines += [
+            f"the {what} runs in eager: traced, it would round differently" for what in self.left_to_python
+        ]
+        lines += [str(self.disabled)] if self.disabled is not None else []
+        return "\n".join([*lines, text])
+
     def __str__(self) -> str:
-        parts = [f"step {self.name}: {self.compiled} calls compiled, {self.eager} eager"]
-        parts += [f"{what}: runs as it is; traced, it would round otherwise" for what in self.left_to_python]
-        parts += [str(self.disabled)] if self.disabled is not None else []
-        return "\n\n".join([*parts, str(self.pieces)])
+        return self._headed(str(self.pieces))
+
+    def details(self) -> str:
+        """The long text, see `Report.details`."""
+        return self._headed(self.pieces.details())
+
+    def save_html(self, path: str | PathLike[str]) -> None:
+        """Write the pieces as an HTML page, see `Report.save_html`."""
+        self.pieces.save_html(path)
+
+    def _repr_html_(self) -> str:
+        return self.pieces._repr_html_()
 
 
 class CompiledStep:
@@ -134,9 +153,18 @@ class CompiledStep:
     def _run_compiled(self, args: Any, kwargs: Any) -> Any:
         enter(self, self._session)
         try:
-            return self._run(self._compiled, args, kwargs, is_compiled=True)
+            with nullcontext() if self._report.compiled else self._watched():
+                return self._run(self._compiled, args, kwargs, is_compiled=True)
         finally:
             leave(self)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Use this around the first compiled call, which may take a minute."""
+        report = self._report
+        return watched(
+            f"the first compiled call of the step {self.__name__}",
+            lambda: f"{report.compilations} graphs, backwards and segments done",
+        )
 
     def _run(self, run: Callable[..., Any], args: Any, kwargs: Any, is_compiled: bool) -> Any:
         self._report.compiled += is_compiled

@@ -118,16 +118,17 @@ def nodes_outside_regions(request: EngineRequest) -> int | None:
     """The number of nodes of `request` outside the functions that we compiled, without leaves and their
     barriers; None if `request` has no such function."""
     nodes = [node for node in nodes_below(map(edge_of, request.tensors)) if leaf_of(node) is None]
-    if not any(_is_a(node, OrderedLeaves) for node in nodes):
+    if not any(is_a(node, OrderedLeaves) for node in nodes):
         return None
     return sum(
-        not _is_a(node, OrderedLeaves, LastOrderedLeaf) and node.name() != "AliasBackward0" for node in nodes
+        not is_a(node, OrderedLeaves, LastOrderedLeaf) and node.name() != "AliasBackward0" for node in nodes
     )
 
 
 def _turns_of(node: Any) -> tuple[int, ...]:
-    return node.turns if _is_a(node, OrderedLeaves) else ()
+    return node.turns if is_a(node, OrderedLeaves) else ()
 
 
-def _is_a(node: Any, *functions: type) -> bool:
+def is_a(node: Any, *functions: type) -> bool:
+    """Whether a node is the context of one of these Functions."""
     return issubclass(getattr(node, "_forward_cls", object), functions)

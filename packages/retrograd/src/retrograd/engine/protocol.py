@@ -23,6 +23,7 @@ from torch.fx.experimental._backward_state import BackwardState
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from retrograd.engine.collection import runtime_wrapper
+from retrograd.engine.leaf_order import OrderedLeaves, is_a
 from retrograd.engine.stock_aot import is_aot_node, read_aot_backward
 from retrograd.errors import Refusal
 from retrograd.facts.releases import accumulated
@@ -176,7 +177,7 @@ class EngineProtocol:
             values = [None if zero else self._read(grad) for zero, grad in zip(made, grads, strict=True)]
             zeros = tuple(map(self._read_zeros, grads, values))
             read = self._read(list(saved))
-            note = ""
+            note = "backward of a compiled forward" if is_a(ctx, OrderedLeaves) else ""
             if is_aot_node(ctx):
                 sizes = self._read(list(ctx._get_compiled_autograd_symints()))
                 make_zeros = None if self._symbols else functools.partial(zeros_of_slot, ctx)

@@ -162,7 +162,7 @@ class Session:
             self._entries[plan] = self._report.captured(plan.report)
         if is_new:
             live_log.info("%s", plan.report)
-            plan.log.laid_out()
+            plan.log.laid_out(plan.code)
         return plan
 
     def _note_run(self, plan: Plan) -> None:
@@ -187,10 +187,11 @@ class Session:
         results: list[Grads] = []
 
         def body() -> None:
-            self._note_run(plan)
             streams = streams_of(request)
             in_order = in_order_with_streams(streams) if streams else _NOTHING
-            with event("retrograd.run", plan.log.compile_id), in_order:
+            first = _NOTHING if plan.report.runs else plan.log.first_run()
+            self._note_run(plan)
+            with event("retrograd.run", plan.log.compile_id), in_order, first:
                 results.append(tuple(answering(backward, plan.run, call, backward)))
 
         # Torch passes a warning to Python only inside a backward of its own. In deterministic mode 1,

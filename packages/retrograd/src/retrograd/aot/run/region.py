@@ -323,7 +323,8 @@ class RegionCode:
         cotangents = range(len(self._backward.saved), len(examples))
         values = Values(loose=cotangents, results=self._made, memory=self._memory)
         with nullcontext() if args is None else without_modes():
-            return lower_half(self._backend, graph, state, half, self._config, values)
+            with self._report.compiling(f"compiling a backward of {state.name}"):
+                return lower_half(self._backend, graph, state, half, self._config, values)
 
     def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
         """Run the code with autocast off: its graph already contains autocast's casts."""

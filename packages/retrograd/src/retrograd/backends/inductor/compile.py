@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -50,6 +51,9 @@ def get_ready() -> None:
     Inductor probes the processor.
     """
     folder_in_use()
+    with warnings.catch_warnings():  # Inductor imports this module, which warns of how it is written itself
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch.utils.mkldnn
     if torch.cuda.is_initialized():
         start_workers()
     else:

@@ -26,8 +26,9 @@ from retrograd.events import counters, live_log
 from retrograd.graph.backward_graph import Segment, call_name
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.graph.fx import copied
+from retrograd.live.plan_log import PlanLog
 from retrograd.process import cached_property, restored_on_error
-from retrograd.report import INTERPRETED, LoweringReport, PlanLog, tell
+from retrograd.report import INTERPRETED, LoweringReport, tell
 from retrograd.runtime.modes import (
     ThreadModes,
     compile_stance,
@@ -167,12 +168,10 @@ class SegmentFunction:
         names = map(call_name, self.segment.nodes[:3])
         return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
 
-    def tell(
-        self, how: str, guards: str, because: str, graph: fx.Graph | None = None, recompile: bool = False
-    ) -> None:
+    def tell(self, how: str, guards: str, because: str, *rest: Any) -> None:
         """Report a lowering. The arguments are those of `LoweringReport`."""
         live_log.debug("segment %d: %s, %s", self.number, how, because)
-        self.log.lowered(LoweringReport(self.number, how, guards, because, graph, recompile))
+        self.log.lowered(LoweringReport(self.number, how, guards, because, *rest))
 
 
 Symbolic = dict[int, frozenset[int]]
@@ -245,13 +244,14 @@ class Lowerer:
             return None
         if _stance_refuses(how, because):
             return None
-        lowered = restored_on_error(self._compile, flat, border)
+        with how.log.lowering(how.number) as seconds:
+            lowered = restored_on_error(self._compile, flat, border)
         recompile = bool(self.lowered)
         self.lowered.insert(0, lowered)
         self._shared.codes.insert(0, lowered)
         counters["lowerings"] += 1
         counters["recompiles"] += recompile
-        how.tell(how.backend.name, lowered.guards(), because, lowered.graph, recompile)
+        how.tell(how.backend.name, lowered.guards(), because, lowered.graph, recompile, seconds())
         return lowered, flat
 
     def _note_changes(self, args: list[Any], flat: list[Any], border: SubclassBorder | None) -> str:

@@ -19,9 +19,9 @@ from retrograd.engine import Collected
 from retrograd.graph.backward_graph import Accumulation, Segment, Source, SourceKind
 from retrograd.graph.emit import Boxed
 from retrograd.live.lower.lowerer import Lowered
+from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.generated_source import GeneratedSource, PlanLayout
 from retrograd.live.run.segment_runner import SegmentRunner
-from retrograd.report import PlanLog
 from retrograd.runtime.modes import ThreadModes, are_modes_plain
 from retrograd.trace import InputGuard
 

@@ -35,7 +35,7 @@ from retrograd.graph.backward_graph import (
 from retrograd.graph.emit import Boxed, Emitter, emit_calls
 from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
 from retrograd.live.calls.user_code import mark_modified
-from retrograd.report import PlanLog
+from retrograd.live.plan_log import PlanLog
 from retrograd.runtime.modes import KeptModes, ModesKept, torch_functions_off
 
 #: Calls that no tensor class written in Python can override: the engine's own closures, and ours.

@@ -39,13 +39,14 @@ from retrograd.graph.backward_graph import (
     source_of,
 )
 from retrograd.live.capture.segments import changing_numbers, cut
+from retrograd.live.plan_log import PlanLog
 from retrograd.live.run.fused_segments import fused
 from retrograd.live.run.generated_source import GeneratedSource, PlanLayout
 from retrograd.live.run.mid_backward_hooks import rest_with_changes
 from retrograd.live.run.segment_runner import SegmentRunner, runner_of
 from retrograd.process import cached_property
 from retrograd.repeats.divide import regions_of
-from retrograd.report import BackwardReport, PlanLog
+from retrograd.report import BackwardReport
 from retrograd.runtime.modes import KeptModes, UserCode
 from retrograd.runtime.profiler import profiling
 
@@ -56,7 +57,7 @@ REGION_RULES = 6
 #: how often such a segment is interpreted first
 RUNS_OF_THE_REST = 4
 
-_RARE = "a small part of this backward that is met once in it: compiled when the backward has run a few times"
+_RARE = "too small to compile in the first few runs"
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -152,6 +153,10 @@ class Plan:
         """Why segments that were to be compiled are interpreted from now on."""
         found = (runner.lowerer.given_up for runner in self._compiled.values())
         return list(dict.fromkeys(reason for reason in found if reason is not None))
+
+    def code(self) -> str:
+        """The generated function as text."""
+        return "\n".join(self._source.emit.lines)
 
     def postpone(self, because: str) -> None:
         """In the next run, interpret the segments that are not compiled yet."""

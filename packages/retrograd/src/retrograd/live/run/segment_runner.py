@@ -22,8 +22,9 @@ from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.fx import random_devices
 from retrograd.graph.structure import structure_of
 from retrograd.live.lower.lowerer import Lowered, Lowerer, Lowerings, SegmentFunction
+from retrograd.live.plan_log import PlanLog
 from retrograd.process import Recent
-from retrograd.report import INTERPRETED, LoweringReport, PlanLog
+from retrograd.report import INTERPRETED, LoweringReport
 from retrograd.runtime.modes import (
     generator_states,
     restore_generator_states,

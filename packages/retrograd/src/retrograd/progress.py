@@ -1,0 +1,92 @@
+"""Says how far a long capture or compilation is, while it runs.
+
+In: what this thread captures or compiles. Out: lines in the logger ``retrograd.progress``. At DEBUG
+(``RETROGRAD_LOGS=progress``) the first line comes after 2 seconds, and one every 5 seconds after it. By
+default there is one line, at INFO, once a compilation has taken 10 seconds. It goes to standard error if the
+program has not set up logging. A thread of our own writes the lines, because the thread that compiles is
+busy.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from retrograd.events import progress_log
+from retrograd.policy import FIRST_PROGRESS, NEXT_PROGRESS, UNASKED_PROGRESS
+
+
+class _Watched:
+    """What one thread does that may take long.
+
+    Args:
+        what: it does, in words.
+        done: how much of it is done, in words.
+    """
+
+    def __init__(self, what: str, done: Callable[[], str]) -> None:
+        self._what, self._done, self._start = what, done, time.perf_counter()
+        #: what is being compiled at the moment; empty if nothing is
+        self.now = ""
+        self.finished = threading.Event()
+        threading.Thread(target=self._watch, name="retrograd-progress", daemon=True).start()
+
+    def _watch(self) -> None:
+        is_told = False
+        while not self.finished.wait(NEXT_PROGRESS if is_told else FIRST_PROGRESS):
+            seconds = time.perf_counter() - self._start
+            now = self.now if self.now != self._what else ""
+            text = "; ".join(filter(None, [f"{self._what}: {seconds:.0f} s so far", self._done(), now]))
+            if progress_log.isEnabledFor(logging.DEBUG):
+                is_told = True
+                progress_log.debug("%s", text)
+            elif self.now and seconds >= UNASKED_PROGRESS:
+                _tell_unasked(f"{text} (RETROGRAD_LOGS=progress tells more)")
+                return
+
+
+def _tell_unasked(text: str) -> None:
+    if progress_log.hasHandlers():
+        progress_log.info("%s", text)
+    else:
+        sys.stderr.write(f"[{progress_log.name}] {text}\n")
+
+
+class _ThreadState(threading.local):
+    watched: _Watched | None = None
+
+
+_here = _ThreadState()
+
+
+@contextmanager
+def watched(what: str, done: Callable[[], str] = str) -> Iterator[None]:
+    """Inside, this thread does `what`, which may include several compilations. `done` says how many are done.
+    A block inside another one adds nothing."""
+    if _here.watched is not None:
+        yield
+        return
+    _here.watched = _Watched(what, done)
+    try:
+        yield
+    finally:
+        _here.watched.finished.set()
+        _here.watched = None
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[], float]]:
+    """Inside, this thread captures or compiles `what`. Gives a function that returns the seconds since then;
+    0 inside another such block, which counts them."""
+    with watched(what):
+        here = _here.watched
+        assert here is not None
+        start, before, here.now = time.perf_counter(), here.now, what
+        try:
+            yield lambda: 0.0 if before else time.perf_counter() - start
+        finally:
+            here.now = before
