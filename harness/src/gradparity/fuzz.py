@@ -19,6 +19,7 @@ from itertools import count as count_from
 from typing import Any
 
 from gradparity.case import Case
+from gradparity.checks.registry import chosen
 from gradparity.errors import CaseError
 from gradparity.executors.registry import Resources
 from gradparity.executors.unit import Finished, Lost, Message, Result, Started, Unit
@@ -46,7 +47,7 @@ WITHOUT_FIND = ("timeout", "crash", "out-of-memory", BROKEN)
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
     policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are.
+    into making one program smaller; 0 leaves them as they are. `checks`: as in `Task`.
     """
 
     subject: str
@@ -61,6 +62,7 @@ class FuzzOptions:
     known: tuple[Signature, ...] = ()
     resources: Resources = field(default_factory=Resources)
     blame: Blame = Blame.own
+    checks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def fuzz(options: FuzzOptions, listen: Listener, progress: Progress | None = Non
     if options.minutes is None and options.cases is None:
         raise CaseError("a campaign needs an end\n  try    minutes or cases")
     resolve(options.subject, options.blame)
+    chosen(options.checks)
     for name in options.policies:
         policy(name)
     source = Drawn(options)
@@ -325,6 +328,7 @@ class Drawn:
             skip=sorted(number for number in summary.numbers if start <= number < start + count),
             begun=None if begun is None else asdict(begun),
             blame=options.blame,
+            checks=options.checks,
         )
         return Unit(task.to_json(), options.timeout)
 
