@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from gradparity import report
-from gradparity.case import EVERY, Match
+from gradparity.case import EVERY, Case, Match
 from gradparity.checks.registry import chosen
 from gradparity.corpus.registry import corpus
 from gradparity.executors.registry import Resources
@@ -31,6 +31,8 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task, run_unit
 
+LATE = " (timed out)"
+"""How the unit of an entry ends that says which case is tried once more."""
 OUTSIDE = "-outside-case"
 """How the symptom ends of what ended a worker before it had a program."""
 
@@ -141,7 +143,9 @@ class Campaign:
 
 
 class Corpora:
-    """The source of a campaign over corpora: one unit for each subject and chunk."""
+    """The source of a campaign over corpora: one unit for each subject and chunk. A case that timed out runs
+    once more when all others are done, and alone: only that says that it takes too long.
+    """
 
     run_unit = staticmethod(run_unit)
 
@@ -149,6 +153,8 @@ class Corpora:
         self._plan, self._campaign = plan, campaign
         self._units = self.planned()
         self._steps: Counter[str] = Counter()
+        self._late: dict[tuple[str, int], Row] = {}
+        self._alone: tuple[str, int] | None = None
         campaign.total = len(self._units)
 
     def planned(self) -> list[Unit]:
@@ -156,7 +162,9 @@ class Corpora:
         return units(self._plan)
 
     def rounds(self) -> Iterator[list[Unit]]:
-        """All units that are not finished, from the first step that is not."""
+        """All units that are not finished, from the first step that is not; then each case that timed out. If
+        the campaign's own time is up, such a case is not run again.
+        """
         left = [
             replace(unit, start=self._steps[name])
             for unit in self._units
@@ -165,17 +173,31 @@ class Corpora:
         if self._plan.shuffle is not None:
             random.Random(self._plan.shuffle).shuffle(left)
         yield left
+        for key, row in list(self._late.items()):
+            if self.is_over():
+                self.count(CaseDone(*key, row))
+                continue
+            self._alone = key
+            case, plan = Case.parse(row.case, row.seed), self._plan
+            task = Task.of(case, row.subject, plan.device, plan.ablate, plan.checks)
+            yield [Unit(replace(task, blame=plan.blame).to_json(), plan.timeout)]
 
     def entries(self, message: Message) -> Iterator[Entry]:
         """A row for each case, and the end of each unit."""
         name = unit_name(message.unit)
-        if isinstance(message, Result):
-            yield CaseDone(name, message.step, Row.from_json(message.data))
-        elif isinstance(message, Lost):
-            yield CaseDone(name, -1 if message.step is None else message.step, lost(message))
+        if isinstance(message, (Result, Lost)):
+            row = Row.from_json(message.data) if isinstance(message, Result) else lost(message)
+            step = -1 if message.step is None else message.step
+            if self._alone is not None:
+                before = f"beside other cases: {self._late[self._alone].reason}"
+                yield CaseDone(*self._alone, replace(row, notes=(*row.notes, before)))
+            elif row.verdict is Verdict.TIMEOUT and step >= 0:
+                yield CaseDone(f"{name}{LATE}", step, None, row.to_json())
+            else:
+                yield CaseDone(name, step, row)
             if message.step is None:
                 yield UnitDone(name)
-        elif isinstance(message, Finished):
+        elif isinstance(message, Finished) and self._alone is None:
             yield UnitDone(name, message.error)
 
     def count(self, entry: Entry) -> None:
@@ -184,7 +206,12 @@ class Corpora:
         if isinstance(entry, UnitDone):
             campaign.ended.add(entry.unit)
             campaign.errors += [f"{entry.unit}: {entry.error}"] if entry.error else []
+        elif entry.unit.endswith(LATE):
+            name = entry.unit.removesuffix(LATE)
+            self._steps[name] = max(self._steps[name], entry.step + 1)
+            self._late[name, entry.step] = Row.from_json(entry.facts)
         elif entry.row is not None:
+            self._late.pop((entry.unit, entry.step), None)
             self._steps[entry.unit] = max(self._steps[entry.unit], entry.step + 1)
             campaign.rows.append(entry.row)
             campaign.verdicts[report.column(entry.row)] += 1

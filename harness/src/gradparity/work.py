@@ -29,6 +29,7 @@ from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseTimeout, ReproError
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
+from gradparity.limit import Limit
 from gradparity.repro.script import runnable
 from gradparity.repro.short import short
 from gradparity.signature import signature_of
@@ -125,9 +126,8 @@ def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tupl
     try:
         with alarm(timeout):
             found = compare(program, subject, device)
-    except CaseTimeout:
-        reason = f"longer than {timeout:g} s"
-        row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", reason)
+    except CaseTimeout as error:
+        row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
         return replace(row, signature=signature_of(row).digest), False
     try:
         with alarm(timeout):
@@ -211,16 +211,22 @@ def with_ablation(row: Row, program: Program, device: torch.device, stock: str =
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises CaseTimeout inside the block after this time (in the main thread, where there are alarms)."""
+    """Raises CaseTimeout inside the block when this `Limit` is over (in the main thread, where there are
+    alarms).
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
+    limit = Limit(seconds)
+
     def ring(signum: int, frame: Any) -> None:
-        raise CaseTimeout(seconds)
+        if limit.is_over():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise CaseTimeout(f"longer than {seconds:g} s: {limit.describe()}")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, min(seconds / 4, 1.0))
     try:
         yield
     finally:

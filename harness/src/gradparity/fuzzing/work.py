@@ -104,7 +104,6 @@ def _case(
     device, script, find = torch.device(task.device), Script(), None
     found: Comparison | None = None
     fired: Counter[str] = Counter()
-    row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", f"longer than {task.timeout:g} s")
     try:
         with alarm(task.timeout), counting() as fired:
             script, shown = drawn_and_run(case.name, case.index or 0)
@@ -113,8 +112,8 @@ def _case(
         with suppress(CaseTimeout), alarm(task.timeout):
             found = with_checks(found, scripted(case, script), subject, device, task.checks)
         row = replace(found.row, exhibit=exhibit(found))
-    except CaseTimeout:
-        pass
+    except CaseTimeout as error:
+        row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
     except GradparityError as error:
         row = row_of(case, subject.name, Verdict.CRASH, BROKEN, str(error))
     except Exception as error:  # a fault of the generator or of an oracle costs one case, not the unit
