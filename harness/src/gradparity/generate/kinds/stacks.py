@@ -7,10 +7,13 @@ walk the same layers from another value.
 from __future__ import annotations
 
 from gradparity.generate.draft import Scope, is_float
+from gradparity.generate.inputs import add_input
 from gradparity.generate.rows import add_some, tables_of
 
 CALLS = ("{f}({t})", "checkpoint({f}, {t}, use_reentrant=False)")
 STARTS = ("{t} * 0.5", "{t}.flip(0)", "{t}.tanh()")
+WIDER = 4
+"""So many times as wide is the inside of a layer that is a perceptron."""
 
 
 def stack(scope: Scope) -> bool:
@@ -19,20 +22,34 @@ def stack(scope: Scope) -> bool:
     name = scope.choose(lambda t: is_float(t) and t.ndim > 0 and t.numel() > 0 and t.requires_grad)
     if name is None:
         return False
-    layer, value = scope.draft.name("f"), scope.draft.name("t")
-    inner = scope.nested({value: scope.env[name]})
-    inner.keen = 0.9
-    add_some(inner, chance.between(3, 6), tables_of(scope))
-    shape = scope.env[name].shape
-    fits = [each for each in inner.tensors(is_float) if inner.env[each].shape == shape]
-    last = next((each for each in reversed(fits) if each not in scope.env), value)
-    if not scope.close_function(inner, f"def {layer}({value}):", f"{value} + torch.tanh({last})"):
+    layer = _layer(scope, name)
+    if layer is None:
         return False
     count, call = chance.between(4, 8), chance.pick(CALLS)
-    ends = [name]
+    ends: list[str] = []
     for start in ("{t} * 1", *([chance.pick(STARTS)] if chance.flip(0.6) else [])):
         end = scope.draft.name("v")
         called = call.format(f=layer, t=end)
         if scope.add(f"{end} = {start.format(t=name)}\nfor _ in range({count}):\n    {end} = {called}"):
             ends.append(end)
-    return len(ends) == 1 or scope.add(f"{scope.draft.name('v')} = {' + '.join(ends[1:])}")
+    return not ends or scope.add(f"{scope.draft.name('v')} = {' + '.join(ends)}")
+
+
+def _layer(scope: Scope, name: str) -> str | None:
+    """Defines a function from a tensor like this one to another: a perceptron, or drawn statements."""
+    layer, value = scope.draft.name("f"), scope.draft.name("t")
+    inner = scope.nested({value: scope.env[name]})
+    inner.keen = 0.9
+    if scope.chance.flip(0.5):
+        width = scope.env[name].shape[-1]
+        wide, narrow = (
+            add_input(scope.draft, sizes, grad=True)
+            for sizes in ((WIDER * width, width), (width, WIDER * width))
+        )
+        inner.add(f"{scope.draft.name('v')} = F.linear(F.gelu(F.linear({value}, {wide})), {narrow})")
+    else:
+        add_some(inner, scope.chance.between(3, 6), tables_of(scope))
+    fits = [each for each in inner.tensors(is_float) if inner.env[each].shape == scope.env[name].shape]
+    last = next((each for each in reversed(fits) if each not in scope.env), value)
+    done = scope.close_function(inner, f"def {layer}({value}):", f"{value} + torch.tanh({last})")
+    return layer if done else None
