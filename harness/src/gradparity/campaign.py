@@ -35,6 +35,8 @@ LOCAL = Resources()
 EAGER, ASIDE = "eager", "set-aside"
 LEAST = 30.0
 """So many seconds does eager alone have at least: a busy machine must not excuse a subject."""
+LATE = " (timed out)"
+"""How the unit of an entry ends that says which case is tried once more."""
 OUTSIDE = "-outside-case"
 """How the symptom ends of what ended a worker before it had a program."""
 
@@ -149,7 +151,9 @@ class Campaign:
 
 
 class Corpora:
-    """The source of a campaign over corpora: one unit for each subject and chunk."""
+    """The source of a campaign over corpora: one unit for each subject and chunk. A case that timed out runs
+    once more when all others are done, and alone: only that says that it takes too long.
+    """
 
     run_unit = staticmethod(run_unit)
 
@@ -157,6 +161,8 @@ class Corpora:
         self._plan, self._campaign = plan, campaign
         self._units = self.planned()
         self._steps: Counter[str] = Counter()
+        self._late: dict[tuple[str, int], Row] = {}
+        self._alone: tuple[str, int] | None = None
         campaign.total = len(self._units)
 
     def planned(self) -> list[Unit]:
@@ -164,7 +170,9 @@ class Corpora:
         return units(self._plan)
 
     def rounds(self) -> Iterator[list[Unit]]:
-        """All units that are not finished, from the first step that is not."""
+        """All units that are not finished, from the first step that is not; then each case that timed out. If
+        the campaign's own time is up, such a case is not run again.
+        """
         left = [
             replace(unit, start=self._steps[name])
             for unit in self._units
@@ -173,18 +181,34 @@ class Corpora:
         if self._plan.shuffle is not None:
             random.Random(self._plan.shuffle).shuffle(left)
         yield left
+        for key, row in list(self._late.items()):
+            if self.is_over():
+                self.count(CaseDone(*key, row))
+                continue
+            self._alone = key
+            case, plan = Case.parse(row.case, row.seed), self._plan
+            task = Task.of(case, row.subject, plan.device, plan.ablate, plan.checks)
+            yield [Unit(replace(task, blame=plan.blame).to_json(), plan.timeout)]
 
     def entries(self, message: Message) -> Iterator[Entry]:
         """A row for each case, and the end of each unit."""
         name = unit_name(message.unit)
-        if isinstance(message, Result):
-            yield CaseDone(name, message.step, Row.from_json(message.data))
-        elif isinstance(message, Lost):
-            row = lost(message, self._plan.grace, self._plan.resources)
-            yield CaseDone(name, -1 if message.step is None else message.step, row)
+        if isinstance(message, (Result, Lost)):
+            row = Row.from_json(message.data) if isinstance(message, Result) else _row_of_lost(message)
+            step = -1 if message.step is None else message.step
+            is_late = row.verdict is Verdict.TIMEOUT and step >= 0 and self._alone is None
+            if isinstance(message, Lost) and not is_late:
+                row = lost(message, self._plan.grace, self._plan.resources)
+            if is_late:
+                yield CaseDone(f"{name}{LATE}", step, None, row.to_json())
+            elif self._alone is not None:
+                before = f"beside other cases: {self._late[self._alone].reason}"
+                yield CaseDone(*self._alone, replace(row, notes=(*row.notes, before)))
+            else:
+                yield CaseDone(name, step, row)
             if message.step is None:
                 yield UnitDone(name)
-        elif isinstance(message, Finished):
+        elif isinstance(message, Finished) and self._alone is None:
             yield UnitDone(name, message.error)
 
     def count(self, entry: Entry) -> None:
@@ -193,7 +217,12 @@ class Corpora:
         if isinstance(entry, UnitDone):
             campaign.ended.add(entry.unit)
             campaign.errors += [f"{entry.unit}: {entry.error}"] if entry.error else []
+        elif entry.unit.endswith(LATE):
+            name = entry.unit.removesuffix(LATE)
+            self._steps[name] = max(self._steps[name], entry.step + 1)
+            self._late[name, entry.step] = Row.from_json(entry.facts)
         elif entry.row is not None:
+            self._late.pop((entry.unit, entry.step), None)
             self._steps[entry.unit] = max(self._steps[entry.unit], entry.step + 1)
             campaign.rows.append(entry.row)
             campaign.verdicts[report.column(entry.row)] += 1
@@ -272,11 +301,7 @@ def lost(message: Lost, grace: float = 10.0, resources: Resources = LOCAL) -> Ro
     """The row of a case that ended its worker. It counts against the subject only if eager alone, in a
     worker of its own, does not end in the same way.
     """
-    task = Task(**message.unit.payload)
-    label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
-    verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
-    symptom = message.why if message.label else f"{message.why}{OUTSIDE}"
-    row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
+    row, task = _row_of_lost(message), Task(**message.unit.payload)
     if message.label and task.subject != EAGER:
         case = Case.parse(row.case, row.seed)
         eager = Unit(Task.of(case, EAGER, task.device).to_json(), max(message.unit.timeout, LEAST))
@@ -284,4 +309,13 @@ def lost(message: Lost, grace: float = 10.0, resources: Resources = LOCAL) -> Ro
             if isinstance(loss, Lost) and loss.label and loss.why == message.why:
                 reason = f"eager alone ends its worker, too: {loss.detail}"
                 return replace(row, verdict=Verdict.UNSUPPORTED, symptom=ASIDE, reason=reason, set_aside=True)
+    return row
+
+
+def _row_of_lost(message: Lost) -> Row:
+    task = Task(**message.unit.payload)
+    label = message.label or {"case": f"{task.corpus}::{task.chunk}", "seed": task.seed}
+    verdict = Verdict.TIMEOUT if message.why == "timeout" else Verdict.CRASH
+    symptom = message.why if message.label else f"{message.why}{OUTSIDE}"
+    row = Row(label["case"], label["seed"], task.corpus, task.subject, verdict, symptom, message.detail)
     return replace(row, signature=signature_of(row).digest)

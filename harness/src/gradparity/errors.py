@@ -77,4 +77,4 @@ class SettingsError(GradparityError):
 
 
 class CaseTimeout(BaseException):
-    """Raised by the alarm inside a program that ran past its time limit."""
+    """Raised by the alarm inside a program that ran past its time limit; it says how busy the machine was."""

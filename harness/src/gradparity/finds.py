@@ -47,6 +47,11 @@ class Named:
     subject: str
     recorded: Row | None = None
 
+    def checks(self, given: Iterable[str] | None) -> tuple[str, ...]:
+        """The checks that are given; without any, the one that found what a store holds."""
+        found = self.recorded.check if self.recorded is not None else ""
+        return tuple(given or ()) or ((found,) if found else ())
+
 
 @dataclass(frozen=True)
 class Judged:

@@ -19,6 +19,7 @@ from itertools import count as count_from
 from typing import Any
 
 from gradparity.case import Case
+from gradparity.checks.registry import chosen
 from gradparity.errors import CaseError
 from gradparity.executors.registry import Resources
 from gradparity.executors.unit import Finished, Lost, Message, Result, Started, Unit
@@ -46,7 +47,7 @@ WITHOUT_FIND = ("timeout", "crash", "out-of-memory", BROKEN)
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
     policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are.
+    into making one program smaller; 0 leaves them as they are. `checks`: as in `Task`.
     """
 
     subject: str
@@ -61,6 +62,7 @@ class FuzzOptions:
     known: tuple[Signature, ...] = ()
     resources: Resources = field(default_factory=Resources)
     blame: Blame = Blame.own
+    checks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def fuzz(options: FuzzOptions, listen: Listener, progress: Progress | None = Non
     if options.minutes is None and options.cases is None:
         raise CaseError("a campaign needs an end\n  try    minutes or cases")
     resolve(options.subject, options.blame)
+    chosen(options.checks)
     for name in options.policies:
         policy(name)
     source = Drawn(options)
@@ -192,6 +195,8 @@ class Drawn:
         self._started: float | None = None
         self._begun: dict[int, Begun] = {}
         self._lost: dict[int, tuple[str, ...]] = {}
+        self._late: dict[int, CaseDone] = {}
+        self._alone: int | None = None
         self._failed = ""
 
     def look_at_the_clock(self) -> float:
@@ -209,13 +214,20 @@ class Drawn:
 
     def rounds(self) -> Iterator[list[Unit]]:
         """As many cases as fit into a round's time; before them, the cases that ended a worker while
-        they were made smaller.
+        they were made smaller, and those that timed out, each alone.
         """
         options, summary = self._options, self.summary
         self.look_at_the_clock()
         done = next(number for number in count_from(0) if number not in summary.numbers)
         count = FIRST_ROUND if options.processes else 5
-        while self._begun or not self.is_over():
+        while self._begun or self._late or not self.is_over():
+            while self._late:
+                self._alone, entry = self._late.popitem()
+                if self.is_over():
+                    self.count(entry)
+                else:
+                    yield [self._unit(self._alone, 1)]
+            self._alone = None
             while self._begun:
                 number, came = self._begun.popitem()
                 came = replace(came, left=0.0) if self.is_over() else came
@@ -229,7 +241,7 @@ class Drawn:
             is_new = any(number not in summary.numbers for number in range(done, done + count))
             starts = [done + sum(shares[:place]) for place in range(len(shares))]
             yield [self._unit(start, share) for start, share in zip(starts, shares, strict=True)]
-            if is_new and summary.cases == before and not (self._begun or self.is_over()):
+            if is_new and summary.cases == before and not (self._begun or self._late or self.is_over()):
                 raise CaseError(f"no case was judged: {self._failed or 'all workers ended'}")
             done += count
             rate = (summary.cases - before) / max(time.monotonic() - begun, 1e-3)
@@ -251,14 +263,22 @@ class Drawn:
         elif not isinstance(message, Started):
             self._begun.pop(number, None)
         if isinstance(message, Result):
-            yield self._judged(number, message.data)
+            yield from self._if_final(self._judged(number, message.data))
         elif isinstance(message, Lost) and message.label is not None:
             what = message.label["case"] + ("" if begun is None else ", while it was made smaller")
             self._lost[number] = (*self._lost.get(number, ()), f"{what}: {message.detail}")
             if begun is None:
-                yield self._ended(number, message, message.label)
+                yield from self._if_final(self._ended(number, message, message.label))
         elif isinstance(message, Lost):
             self._failed = message.detail
+
+    def _if_final(self, entry: CaseDone) -> Iterator[CaseDone]:
+        """The entry, unless its case timed out beside others: that one is judged when it has run alone."""
+        timed_out = entry.row is not None and entry.row.verdict is Verdict.TIMEOUT
+        if timed_out and self._alone is None:
+            self._late[entry.step] = entry
+        else:
+            yield entry
 
     def count(self, entry: Entry) -> None:
         """Counts a case."""
@@ -325,6 +345,7 @@ class Drawn:
             skip=sorted(number for number in summary.numbers if start <= number < start + count),
             begun=None if begun is None else asdict(begun),
             blame=options.blame,
+            checks=options.checks,
         )
         return Unit(task.to_json(), options.timeout)
 

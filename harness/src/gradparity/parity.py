@@ -20,13 +20,13 @@ from gradparity.case import Case
 from gradparity.corpus.base import Program
 from gradparity.corpus.cotangents import backward_from
 from gradparity.corpus.fresh import differentiable, fresh
-from gradparity.differential import Comparison, compare
+from gradparity.differential import Comparison
 from gradparity.errors import CaseError
 from gradparity.exhibit import timelines
 from gradparity.probe import Body, Probe
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
-from gradparity.work import checked, quiet
+from gradparity.work import compared, quiet
 
 DEFAULT_SUBJECT = "compile:inductor"
 
@@ -99,9 +99,7 @@ def _compared(target: Target, name: str, device: torch.device) -> tuple[Row, Com
     quiet()
     program = Program(target.case, _body(target))
     subject = resolve(name)
-    found = compare(program, subject, device)
-    if found.row.verdict is Verdict.AGREE and target.checks:
-        return checked(found.row, program, subject, device, target.checks), None
+    found = compared(program, subject, device, target.checks)
     return found.row, found
 
 

@@ -19,6 +19,8 @@ STYLES = {
     Verdict.HOOK_ORDER: "magenta",
     Verdict.CRASH: "bold red",
     Verdict.TIMEOUT: "yellow",
+    Verdict.MEMORY: "blue",
+    Verdict.SLOW: "blue",
     Verdict.UNSUPPORTED: "cyan",
     Verdict.NONDETERMINISTIC: "dim",
     Verdict.REF_UNSTABLE: "dim",

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from gradparity.case import Case
 from gradparity.corpus import registry as corpora
-from gradparity.differential import Comparison, compare
+from gradparity.differential import Comparison
 from gradparity.executors.unit import Emit, Unit
 from gradparity.oracles.differences import differs, first_differing_call, payload_differs
 from gradparity.oracles.values import LeafError, errors
 from gradparity.outcome import HookEvent, Payload, TensorRecord
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
-from gradparity.work import Task, explained, quiet, with_ablation
+from gradparity.work import Task, compared, explained, quiet, with_ablation
 
 MARK = ">>"
 
@@ -34,8 +34,9 @@ def show_unit(unit: Unit, emit: Emit) -> bool:
     subject = resolve(task.subject)
     program = corpora.program(case, device)
     quiet()
-    emit("start", 0, {"case": case.address, "seed": case.seed, "limit": unit.timeout * (1 + task.ablate)})
-    found = compare(program, subject, device)
+    allowed = unit.timeout * (2 if task.ablate or task.checks else 1)
+    emit("start", 0, {"case": case.address, "seed": case.seed, "limit": allowed})
+    found = compared(program, subject, device, task.checks)
     row = explained(found)
     row = with_ablation(row, program, device) if task.ablate else row
     shown = {"doc": program.doc, "tables": [timelines(found), error_table(found)], "raised": _raised(found)}

@@ -26,20 +26,16 @@ class Verdict(StrEnum):
     HOOK_ORDER = "HOOK_ORDER"
     CRASH = "CRASH"
     TIMEOUT = "TIMEOUT"
+    MEMORY = "MEMORY"
+    SLOW = "SLOW"
     UNSUPPORTED = "UNSUPPORTED"
     NONDETERMINISTIC = "NONDETERMINISTIC"
     REF_UNSTABLE = "REF_UNSTABLE"
 
     @property
     def is_divergence(self) -> bool:
-        """Whether the subject did something that eager does not."""
-        return self in (
-            Verdict.DIVERGE,
-            Verdict.HOOK_ORDER,
-            Verdict.CRASH,
-            Verdict.TIMEOUT,
-            Verdict.UNSUPPORTED,
-        )
+        """Whether the subject did something that eager does not, or took more for the same."""
+        return self is not Verdict.AGREE and not self.is_set_aside
 
     @property
     def is_set_aside(self) -> bool:
@@ -72,8 +68,9 @@ ALSO = "also "
 class Row:
     """One judged case under one subject. `stocks_own`: it diverges, but only where stock torch (the same
     forward, or the same code generator) diverges without the subject too. `unlisted`: codes of fallbacks that
-    the file of known ones lacks. `place`: the finding's. `stage` and `operator` are what an ablation names,
-    `signature` the digest that equal finds share, `exhibit` what a report shows.
+    the file of known ones lacks. `place`: the finding's; `check`: the check that found it. `stage` and
+    `operator` are what an ablation names, `signature` the digest that equal finds share, `exhibit` what a
+    report shows.
     """
 
     case: str
@@ -92,6 +89,7 @@ class Row:
     compiles: int = 0
     seconds: float = 0.0
     place: str = ""
+    check: str = ""
     stage: str = ""
     operator: str = ""
     signature: str = ""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from gradparity.differential import Comparison, compare
 from gradparity.errors import CaseTimeout, ReproError
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
+from gradparity.limit import Limit
 from gradparity.repro.script import runnable
 from gradparity.repro.short import short
 from gradparity.signature import signature_of
@@ -72,9 +73,12 @@ class Task:
     blame: str = Blame.own
 
     @classmethod
-    def of(cls, case: Case, subject: str, device: str, ablate: bool = False) -> Task:
+    def of(
+        cls, case: Case, subject: str, device: str, ablate: bool = False, checks: tuple[str, ...] = ()
+    ) -> Task:
         """One case, wherever it stands in its corpus."""
-        return cls(subject, case.corpus, case.name, device, case.seed, ablate=ablate, case=case.address)
+        corpus, name, seed = case.corpus, case.name, case.seed
+        return cls(subject, corpus, name, device, seed, checks=checks, ablate=ablate, case=case.address)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -122,27 +126,52 @@ def _row(program: Program, subject: Subject, task: Task, timeout: float) -> tupl
     device = torch.device(task.device)
     try:
         with alarm(timeout):
-            row = judged(program, subject, device)
-    except CaseTimeout:
-        reason = f"longer than {timeout:g} s"
-        row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", reason)
+            found = compare(program, subject, device)
+    except CaseTimeout as error:
+        row = row_of(program.case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
         return replace(row, signature=signature_of(row).digest), False
     try:
         with alarm(timeout):
-            row = _looked_into(row, program, subject, task)
+            row = _looked_into(found, program, subject, task)
     except CaseTimeout:
+        row = explained(found)
         return replace(row, notes=(*row.notes, "checks or ablation: no time left")), False
     return row, True
 
 
-def judged(program: Program, subject: Subject, device: torch.device) -> Row:
+def judged(program: Program, subject: Subject, device: torch.device, checks: tuple[str, ...] = ()) -> Row:
     """The row of a program, with what a report shows of it."""
-    row = explained(compare(program, subject, device))
-    return with_program(row, program, subject) if row.is_find else row
+    return with_program(explained(compared(program, subject, device, checks)), program, subject)
+
+
+def compared(
+    program: Program,
+    subject: Subject,
+    device: torch.device,
+    checks: tuple[str, ...] = (),
+    confirm: bool = True,
+) -> Comparison:
+    """As `differential.compare`, which see; the row of a case that agrees is that of these checks."""
+    return with_checks(compare(program, subject, device, confirm), program, subject, device, checks)
+
+
+def with_checks(
+    found: Comparison, program: Program, subject: Subject, device: torch.device, names: tuple[str, ...]
+) -> Comparison:
+    """The comparison; if the case agrees, with the first finding of these checks as its verdict."""
+    is_asked = found.row.verdict is Verdict.AGREE
+    for name, check in chosen(tuple(names)).items() if is_asked else ():
+        told = check(program, subject, device)
+        if told is not None:
+            row = replace(found.row, check=name, **asdict(told))
+            return replace(found, row=replace(row, signature=signature_of(row).digest))
+    return found
 
 
 def with_program(row: Row, program: Program, subject: Subject) -> Row:
-    """The row with the program's text, and a short script to copy, as far as there are such."""
+    """The row of a find with the program's text, and a short script to copy, as far as there are such."""
+    if not row.is_find:
+        return row
     shown = dict(row.exhibit)
     with suppress(ReproError, SyntaxError):
         shown["program"] = next(spelled(program), None) or runnable(program)
@@ -161,27 +190,12 @@ def explained(comparison: Comparison) -> Row:
     return replace(row, signature=signature_of(row).digest) if row.is_find else row
 
 
-def _looked_into(row: Row, program: Program, subject: Subject, task: Task) -> Row:
+def _looked_into(found: Comparison, program: Program, subject: Subject, task: Task) -> Row:
     """The row after the checks that were asked for, or after the ablation."""
     device = torch.device(task.device)
-    if row.verdict is Verdict.AGREE and task.checks:
-        row = checked(row, program, subject, device, task.checks)
+    row = with_program(explained(with_checks(found, program, subject, device, task.checks)), program, subject)
     if row.is_find and task.ablate:
         row = with_ablation(row, program, device, subject.stock.stage if subject.stock else "")
-    return row
-
-
-def checked(
-    row: Row, program: Program, subject: Subject, device: torch.device, names: tuple[str, ...]
-) -> Row:
-    """The row with the first finding of these checks, if there is one."""
-    for check in chosen(tuple(names)):
-        found = check(program, subject, device)
-        if found is not None:
-            row = replace(
-                row, verdict=found.verdict, symptom=found.symptom, reason=found.reason, place=found.place
-            )
-            return replace(row, signature=signature_of(row).digest)
     return row
 
 
@@ -189,7 +203,8 @@ def with_ablation(row: Row, program: Program, device: torch.device, stock: str =
     """The row, which is not stock's own, with the stage and the operator that break the case. The stage comes
     after the one that is called `stock`.
     """
-    found = ablate(program, row.subject, device, beyond=stock)
+    asked = partial(compared, checks=(row.check,) if row.check else ())
+    found = ablate(program, row.subject, device, beyond=stock, asked=asked)
     shown = {**row.exhibit, "ablation": found.to_json()}
     row = replace(row, stage=found.stage or row.stage, operator=found.operator, exhibit=shown)
     return replace(row, signature=signature_of(row).digest)
@@ -197,16 +212,22 @@ def with_ablation(row: Row, program: Program, device: torch.device, stock: str =
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises CaseTimeout inside the block after this time (in the main thread, where there are alarms)."""
+    """Raises CaseTimeout inside the block when this `Limit` is over (in the main thread, where there are
+    alarms).
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
+    limit = Limit(seconds)
+
     def ring(signum: int, frame: Any) -> None:
-        raise CaseTimeout(seconds)
+        if limit.is_over():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise CaseTimeout(f"longer than {seconds:g} s: {limit.describe()}")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, min(seconds / 4, 1.0))
     try:
         yield
     finally:

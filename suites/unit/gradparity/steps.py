@@ -40,3 +40,19 @@ def greedy(unit: Any, emit: Any) -> bool:
             time.sleep(0.01)
         emit("result", step, {})
     return True
+
+
+def computing(unit: Any, emit: Any) -> bool:
+    """A step that never ends, and always computes."""
+    emit("start", 0, {"case": "c::0"})
+    while unit.start == 0:
+        pass
+    return True
+
+
+def sleeping(unit: Any, emit: Any) -> bool:
+    """A step that takes one second and uses no processor."""
+    emit("start", 0, {"case": "c::0"})
+    time.sleep(1.0)
+    emit("result", 0, {})
+    return True

@@ -67,6 +67,14 @@ def hookless(gm, inputs):
         return compiled(*args)
 
     return run
+
+
+def large(graph, inputs):
+    def run(*args):
+        torch.empty(1 << 20)
+        return graph(*args)
+
+    return run
 """
 
 
@@ -129,6 +137,14 @@ def test_a_stage_of_stock_passes_what_it_passes(home: Path) -> None:
     ]
     strict, found = judged("aot_eager", "out", "--strict")
     assert (strict.exit_code, failed(found), found.reached) == (1, {3: 1}, 2)
+
+
+def test_what_a_case_costs_is_a_remark(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conform_run, "places", lambda: CHOSEN[:1])
+    result, found = judged("planted_backends.py:large", "out", "--check", "memory")
+    assert (result.exit_code, failed(found)) == (0, {}), result.output
+    assert {item.verdict for item in found.results} == {"MEMORY"}
+    assert "remark: MEMORY in" in result.stdout
 
 
 def test_two_runs_write_the_same_file_and_differ_in_nothing(home: Path) -> None:

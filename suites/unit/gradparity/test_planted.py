@@ -71,7 +71,7 @@ def noisy(p) -> None:
 @pytest.mark.parametrize("name", BY_CHECK)
 def test_what_no_oracle_sees_a_check_finds(name: str) -> None:
     fault, case = FAULTS[name], Program(Case("test", "noisy"), noisy)
-    (check,) = chosen((fault.check,))
+    (check,) = chosen((fault.check,)).values()
     assert compare(case, resolve(f"planted:{name}"), CPU).row.verdict is Verdict.AGREE
     assert check(case, resolve("eager"), CPU) is None
     assert check(case, resolve(f"planted:{name}"), CPU).symptom in fault.symptoms

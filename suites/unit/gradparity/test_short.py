@@ -185,3 +185,58 @@ def test_what_agrees_leaves_no_script(tmp_path: Path) -> None:
     )
     assert write_short(found, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+
+
+COSTLY = """
+import time
+
+import torch
+
+
+def large(graph, inputs):
+    def run(*args):
+        share = torch._functorch.config.activation_memory_budget
+        torch.empty(1 << (21 if share < 0.1 or share == 1 else 10))
+        return graph(*args)
+
+    return run
+
+
+def late(graph, inputs):
+    def run(*args):
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+        return graph(*args)
+
+    return run
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "function", "told"),
+    [
+        ("memory", "large", "peak of eager: "),
+        ("slow", "late", "seconds of eager: "),
+        ("budget", "large", "peak under a budget of 0.05: "),
+    ],
+)
+def test_what_a_check_of_costs_finds_has_a_script_that_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, function: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("costly.py").write_text(COSTLY)
+    subject = resolve(f"compile:costly.py:{function}")
+    script = tmp_path / "short.py"
+    for asked, status in ((subject, 1), (resolve("compile:eager"), 0)):
+        found = Row("c::n", 0, "c", asked.name, Verdict.MEMORY, "peak-memory", "far above", check=check)
+        script.write_text(next(short(EIGHT, asked, found)))
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        assert told in done.stdout, done.stderr
+        if check != "slow" or asked is subject:  # the program is so short that torch.compile is slower
+            assert done.returncode == status, done.stdout
+
+
+def test_what_another_check_finds_has_no_short_script() -> None:
+    with pytest.raises(ReproError, match="the check leaks finds"):
+        next(short(EIGHT, resolve("compile:eager"), Row("c::n", 0, "c", "s", Verdict.DIVERGE, check="leaks")))

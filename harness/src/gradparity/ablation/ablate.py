@@ -6,6 +6,7 @@ ladder, the stage that breaks the case, and the operator or pass, where it can b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from gradparity.ablation.inductor import bisected
 from gradparity.ablation.ladders import Rung, ladder
 from gradparity.ablation.operators import parting
 from gradparity.corpus.base import Program
-from gradparity.differential import compare
+from gradparity.differential import Comparison, compare
 from gradparity.errors import GradparityError
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
@@ -68,16 +69,22 @@ class Ablation:
 
 
 def ablate(
-    program: Program, subject: str, device: torch.device, deep: bool = True, beyond: str = ""
+    program: Program,
+    subject: str,
+    device: torch.device,
+    deep: bool = True,
+    beyond: str = "",
+    asked: Callable[..., Comparison] = compare,
 ) -> Ablation:
     """Climbs the ladder up to the first rung that diverges, and, if `deep`, looks for the operator there.
     What the rungs up to the stage `beyond` show is another divergence: they are recorded, and no more.
+    `asked` runs a program under a rung.
     """
     steps: list[Step] = []
     rungs = ladder(subject)
     first = 1 + next((place for place, rung in enumerate(rungs) if rung.stage == beyond), -1)
     for place, rung in enumerate(rungs):
-        row = _row(program, rung, device)
+        row = _row(program, rung, device, asked)
         steps.append(Step(rung.stage, rung.subject, row.verdict.value, row.symptom, row.reason))
         if place >= first and row.verdict.is_divergence and not row.set_aside:
             found = Ablation(tuple(steps), _stage(rung, row))
@@ -85,9 +92,11 @@ def ablate(
     return Ablation(tuple(steps))
 
 
-def _row(program: Program, rung: Rung, device: torch.device) -> Row:
+def _row(
+    program: Program, rung: Rung, device: torch.device, asked: Callable[..., Comparison] = compare
+) -> Row:
     try:
-        return compare(program, resolve(rung.subject), device).row
+        return asked(program, resolve(rung.subject), device).row
     except GradparityError as error:
         return Row(
             program.case.address,

@@ -1,7 +1,6 @@
 """Names of checks.
 
-In: "reuse", "recompiles", "leaks", "memory", "warnings", "cache", "metamorphic", "interrupts". Out:
-functions. Raises UnknownNameError for anything else.
+In: a key of `CHECKS`. Out: functions. Raises UnknownNameError for anything else.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import torch
 from gradparity.checks.cache import cache
 from gradparity.checks.interrupts import interrupts
 from gradparity.checks.leaks import leaks
-from gradparity.checks.memory import memory
+from gradparity.checks.memory import budget, memory
 from gradparity.checks.metamorphic import metamorphic
 from gradparity.checks.reuse import recompiles, reuse
+from gradparity.checks.slow import slow
 from gradparity.checks.warned import warned
 from gradparity.corpus.base import Program
 from gradparity.errors import UnknownNameError
@@ -31,6 +31,8 @@ CHECKS: dict[str, Check] = {
     "metamorphic": metamorphic,
     "leaks": leaks,
     "memory": memory,
+    "slow": slow,
+    "budget": budget,
     "cache": cache,
     "interrupts": interrupts,
 }
@@ -42,16 +44,18 @@ MEANINGS: dict[str, str] = {
     "warnings": "what eager warns of, it warns of",
     "metamorphic": "identity hooks, divided losses and reordered statements change nothing",
     "leaks": "no tensor stays alive",
-    "memory": "the peak is not far above eager's",
+    "memory": "the peak is at most 1.3 times eager's",
+    "slow": "a run of 5 ms or more takes at most 1.2 times as long as eager's",
+    "budget": "a smaller memory budget does not raise the peak",
     "cache": "a second process with filled caches gives the same",
     "interrupts": "an exception between two instructions of a backward leaves nothing behind",
 }
 """By check, what must hold."""
 
 
-def chosen(names: tuple[str, ...]) -> list[Check]:
+def chosen(names: tuple[str, ...]) -> dict[str, Check]:
     """The checks of these names, in their order; "all" is all of them."""
     unknown = [name for name in names if name not in (*CHECKS, "all")]
     if unknown:
         raise UnknownNameError("check", unknown[0], [*CHECKS, "all"])
-    return [check for name, check in CHECKS.items() if name in names or "all" in names]
+    return {name: check for name, check in CHECKS.items() if name in names or "all" in names}

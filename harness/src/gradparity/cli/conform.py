@@ -5,6 +5,7 @@ In: a backend, or two files of earlier runs. Out: one page, a JSON file, a badge
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from gradparity.cli.progress import watching
 from gradparity.conform.badge import badge
 from gradparity.conform.compare import Change, changed
 from gradparity.conform.levels import LEVELS
-from gradparity.conform.outcome import RESULTS, Conformance, Result, conformance, read
+from gradparity.conform.outcome import REMARKS, RESULTS, Conformance, Result, conformance, read
 from gradparity.conform.run import conformed
 from gradparity.subjects.registry import full_name
 from gradparity.writing import write_text
@@ -55,11 +56,13 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
     report_file: options.HtmlFile = None,
     strict: options.Strict = False,
     only_stock_free: options.OnlyStockFree = False,
+    check: options.Checks = None,
 ) -> None:
     """Judges a backend on a fixed choice of programs, from the values of operators to training loops.
 
     Writes conformance.json and conformance.svg. Exits with 1 if the backend fails anywhere; with --compare,
-    if the second run fails a case that the first one did not fail.
+    if the second run fails a case that the first one did not fail. What --check memory and --check slow find
+    is a remark, and fails nothing.
 
     \b
     Examples:
@@ -81,6 +84,7 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
             processes=processes,
             timeout=timeout,
             seed=seed,
+            checks=tuple(check or ()),
             blame=options.blame(strict, only_stock_free),
         )
         known = expected.load(expected_file) if expected_file is not None else None
@@ -118,6 +122,9 @@ def print_conformance(console: Console, found: Conformance) -> None:
         console.print(f"… and {len(failures) - MOST_SHOWN} more kinds of failures", markup=False)
     if failures:
         console.print(f"look closer: gradparity show {failures[0][0].case} -s {found.backend}", markup=False)
+    remarks = Counter(item.verdict for item in found.results if item.verdict in REMARKS)
+    for verdict, times in remarks.items():
+        console.print(f"remark: {verdict} in {times} results that pass", markup=False)
     left = f"; {found.planned - found.cases} cases had no time" if found.cases < found.planned else ""
     reached = f"level {found.reached} of {len(LEVELS) - 1}" if found.reached >= 0 else "no level"
     console.print(f"{found.cases} cases{left}. {found.backend} reaches {reached}.", markup=False)

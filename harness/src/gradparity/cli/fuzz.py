@@ -74,6 +74,7 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
     memory_limit: options.MemoryLimit = None,
     strict: options.Strict = False,
     only_stock_free: options.OnlyStockFree = False,
+    check: options.Checks = None,
 ) -> None:
     """Draws programs at random and compares the subject with eager; shrinks and keeps what is new.
 
@@ -105,6 +106,7 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
                 executor, address, gpus_per_worker, None if limit is None else int(limit * 2**30)
             ),
             blame=blame,
+            checks=tuple(check or ()),
         )
         ends = f"{wanted.minutes:g} minutes" if wanted.minutes is not None else f"{cases} cases"
         told = f"{subject}: programs of seed {seed} for {ends}, {processes} workers; finds go to {finds}"
@@ -133,6 +135,7 @@ def campaign(wanted: FuzzOptions) -> dict[str, Any]:
         "timeout",
         "shrink_seconds",
         "blame",
+        "checks",
     )
     return {name: getattr(wanted, name) for name in names}
 

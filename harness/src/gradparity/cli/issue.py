@@ -57,6 +57,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     seconds: Annotated[
         float, typer.Option(min=0.0, help="shrink the program for so long; 0: as it is")
     ] = 60.0,
+    check: options.Checks = None,
 ) -> None:
     """Shrinks a case and writes a script and a draft of an issue, with ablation and versions. Files nothing.
 
@@ -71,7 +72,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     with options.errors(console):
         where = torch.device(options.device_name(device))
         meant = named(case, subject, store, seed, trust)
-        task = Task.of(meant.case, meant.subject, where.type, ablate=True)
+        task = Task.of(meant.case, meant.subject, where.type, True, meant.checks(check))
 
         def tell(text: str) -> None:
             console.print(text, markup=False, soft_wrap=True)
@@ -111,7 +112,8 @@ def shrunk(task: Task, effort: Effort, tell: Callable[[str], None]) -> Judged | 
     with tempfile.TemporaryDirectory() as folder:
         Finds(Path(folder)).save(find)
         case = Case(f"{PREFIX}{folder}", find.name, None, find.seed)
-        row = Row.from_json(next(apart([Task.of(case, task.subject, task.device, True)], effort.timeout)))
+        again = Task.of(case, task.subject, task.device, True, task.checks)
+        row = Row.from_json(next(apart([again], effort.timeout)))
     found = handed_over(find)
     return replace(found, row=replace(row, case=task.case, corpus=task.corpus, signature=found.row.signature))
 

@@ -31,6 +31,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     seed: options.Seed = 0,
     trust: options.Trust = False,
     ablate: options.Ablate = False,
+    check: options.Checks = None,
 ) -> None:
     """Runs one case here and prints both hook timelines side by side and the table of gradient errors.
 
@@ -43,7 +44,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
     console = options.console()
     with options.errors(console):
         found = named(case, subject, store, seed, trust)
-        task = Task.of(found.case, found.subject, options.device_name(device), ablate)
+        task = Task.of(found.case, found.subject, options.device_name(device), ablate, found.checks(check))
         data = next(apart([task], timeout, show_unit))
     row = print_shown(console, data)
     for note in row.notes:

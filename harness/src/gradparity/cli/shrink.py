@@ -33,6 +33,7 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     timeout: options.Timeout = 60.0,
     seed: options.Seed = 0,
     trust: options.Trust = False,
+    check: options.Checks = None,
 ) -> None:
     """Cuts statements, operands, sizes and hooks as long as the case diverges alike; writes the script.
 
@@ -47,7 +48,7 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
     with options.errors(console):
         where = options.device_name(device)
         found = named(case, subject, store, seed, trust)
-        task = Task.of(found.case, found.subject, where)
+        task = Task.of(found.case, found.subject, where, checks=found.checks(check))
         effort = Effort(where, timeout, seconds)
         made = smaller(task, effort, lambda text: console.print(text, markup=False, soft_wrap=True))
         if isinstance(made, Row):

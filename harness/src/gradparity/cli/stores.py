@@ -94,7 +94,10 @@ def replay(
         chosen = [row for row in rows if row.is_find] if every else [group[0] for group in distinct(rows)]
         refuse_imports(chosen, source, trust)
         where = options.device_name(device)
-        tasks = [Task.of(Case.parse(row.case, row.seed), row.subject, where) for row in chosen]
+        tasks = [
+            Task.of(Case.parse(row.case, row.seed), row.subject, where, checks=(row.check,) * bool(row.check))
+            for row in chosen
+        ]
         for row, data in zip(chosen, apart(tasks, timeout), strict=True):
             now = Row.from_json(data)
             said = compared(row, now)

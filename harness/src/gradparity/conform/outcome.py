@@ -17,12 +17,14 @@ from gradparity.campaign import Campaign, Plan
 from gradparity.conform.levels import LEVELS, level_of_symptom, shown_by
 from gradparity.errors import StoreError
 from gradparity.reading import read_as, written_by_us
-from gradparity.verdict import ALSO, Row
+from gradparity.verdict import ALSO, Row, Verdict
 from gradparity.versions import versions
 from gradparity.writing import write_text
 
 FORMAT = 1
 PASSED, FAILED, STOCKS, EXPECTED, ASIDE = "passed", "failed", "stock's own", "expected", "set aside"
+REMARKS = (Verdict.MEMORY, Verdict.SLOW)
+"""Verdicts on what a case costs: it passes, and its results say so."""
 RESULTS = (PASSED, FAILED, STOCKS, EXPECTED, ASIDE)
 
 
@@ -126,7 +128,7 @@ def _results(row: Row, fails: bool) -> Iterable[Result]:
     """
     if row.set_aside:
         found = [(level, ASIDE) for level in shown_by(row.case)]
-    elif not row.verdict.is_divergence:
+    elif row.verdict is Verdict.AGREE or row.verdict in REMARKS:
         found = [(level, PASSED) for level in shown_by(row.case)]
     else:
         result = FAILED if fails else EXPECTED if row.expected else STOCKS
@@ -138,7 +140,8 @@ def _results(row: Row, fails: bool) -> Iterable[Result]:
             yield Result(row.case, level, result, row.verdict.value, symptom, row.stage, row.signature)
         found = [(level, PASSED) for level in shown_by(row.case) if level < min(wrong)]
     for level, result in found:
-        yield Result(row.case, level, result, row.verdict.value if result == ASIDE else "AGREE")
+        own = result == ASIDE or row.verdict in REMARKS
+        yield Result(row.case, level, result, row.verdict.value if own else "AGREE")
 
 
 def _version_of(backend: str) -> dict[str, str]:

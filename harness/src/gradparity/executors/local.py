@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 from gradparity.executors.unit import Finished, Lost, Message, Result, RunUnit, Started, Unit
 from gradparity.executors.worker import worker_main
+from gradparity.limit import Limit
 
 GRACE = 10.0
 """Seconds after a step's time limit until the worker is killed; within it the worker may end the step by
@@ -36,8 +36,7 @@ class _Worker:
     unit: Unit | None = None
     step: int | None = None
     label: dict[str, Any] | None = None
-    limit: float = 0.0
-    deadline: float = 0.0
+    limit: Limit | None = None
 
     def give(self, unit: Unit) -> bool:
         """Sends the unit; False if the process is dead already."""
@@ -50,8 +49,8 @@ class _Worker:
         return True
 
     def allow(self, limit: float, more: float = 0.0) -> None:
-        """Sets the time by which the worker has to say something."""
-        self.limit, self.deadline = limit, time.monotonic() + limit + more
+        """Sets the time within which the worker has to say something."""
+        self.limit = Limit(limit + more, self.process.pid)
 
     def kill(self) -> None:
         """Ends the process and everything it started (it leads its own process group)."""
@@ -127,20 +126,16 @@ class Local:
 
     def _collect(self, waiting: deque[Unit]) -> Iterator[Message]:
         busy = {worker.pipe: worker for worker in self._workers if worker.unit is not None}
-        now = time.monotonic()
-        next_limit = min((worker.deadline + self._grace for worker in busy.values()), default=now)
-        patience = 1.0 if self._memory is None else 0.1
-        ready = wait(list(busy), timeout=max(0.0, min(patience, next_limit - now)))
+        ready = wait(list(busy), timeout=0.5 if self._memory is None else 0.1)
         for pipe in ready:
             worker = busy[pipe]  # type: ignore[index]
             yield from self._receive(worker, waiting)
         for worker in busy.values():
-            if (
-                worker.unit is not None
-                and worker.pipe not in ready
-                and time.monotonic() > worker.deadline + self._grace
-            ):
-                yield self._lose(worker, "timeout", f"no answer within {worker.limit:g} s; killed", waiting)
+            limit = worker.limit
+            is_silent = worker.unit is not None and worker.pipe not in ready
+            if is_silent and limit is not None and limit.is_over(self._grace):
+                detail = f"no answer within {limit.seconds:g} s, killed: {limit.describe()}"
+                yield self._lose(worker, "timeout", detail, waiting)
             elif worker.unit is not None and self._memory is not None:
                 held = resident_bytes(worker.process.pid)
                 if held > self._memory:

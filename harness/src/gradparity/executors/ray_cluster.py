@@ -18,6 +18,7 @@ from typing import Any
 from gradparity.errors import UnavailableError
 from gradparity.executors.ray_worker import Mailbox, Worker
 from gradparity.executors.unit import Finished, Lost, Message, Result, RunUnit, Started, Unit
+from gradparity.limit import BACKSTOP
 
 PATIENCE = 120.0
 """Seconds that the cluster has to find room for the first worker."""
@@ -47,8 +48,10 @@ class _Hired:
     deadline: float = 0.0
 
     def allow(self, limit: float, more: float = 0.0) -> None:
-        """Sets the time by which the worker has to say something."""
-        self.limit, self.deadline = limit, time.monotonic() + limit + more
+        """Sets the time by which the worker has to say something. Nobody here knows how busy its machine is,
+        so it is the one that a busy machine has.
+        """
+        self.limit, self.deadline = limit, time.monotonic() + BACKSTOP * limit + more
 
 
 class RayCluster:

@@ -23,7 +23,7 @@ from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
 from gradparity.corpus.generated import scripted
 from gradparity.corpus.spelled import spelled
-from gradparity.differential import Comparison, compare
+from gradparity.differential import Comparison
 from gradparity.executors.unit import Emit, Lost, Result, Started, Unit
 from gradparity.exhibit import exhibit
 from gradparity.fuzzing.find import Find
@@ -37,7 +37,7 @@ from gradparity.signature import signature_of
 from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row
-from gradparity.work import Task, judged, quiet
+from gradparity.work import Task, compared, judged, quiet
 
 LEAST, TIMES = 5.0, 4.0
 """A candidate may take so many seconds, and so many times what the case took."""
@@ -138,7 +138,9 @@ class Smaller:
         subject, limit = self._find.subject, self._effort.timeout
         if not self._may_run(f"confirmed {subject}", script, limit):
             return self._find.row
-        row = judged(scripted(self._case, script), self._subject(subject), torch.device(self._effort.device))
+        program, device = scripted(self._case, script), torch.device(self._effort.device)
+        check = self._find.row.check
+        row = judged(program, self._subject(subject), device, (check,) if check else ())
         return row if signature_of(row) == signature_of(self._find.row) else self._find.row
 
     def _subject(self, name: str) -> Subject:
@@ -180,10 +182,10 @@ def smaller_unit(unit: Unit, emit: Emit) -> bool:
     subject = resolve(task.subject, Blame(task.blame))
     program = corpora.program(case, device)
     emit("start", 0, {"case": case.address, "seed": case.seed})
-    script, found = written(program, subject, device)
+    script, found = written(program, subject, device, task.checks)
     if found.row.stocks_own:  # whoever names the case wants it smaller, whosever it is
         effort = replace(effort, blame=Blame.strict)
-        script, found = written(program, resolve(task.subject, Blame.strict), device)
+        script, found = written(program, resolve(task.subject, Blame.strict), device, task.checks)
     data: dict[str, Any] = {"row": found.row.to_json(), "find": None}
     if found.row.is_find:
         before = Begun(**begun) if begun else None
@@ -194,20 +196,22 @@ def smaller_unit(unit: Unit, emit: Emit) -> bool:
     return True
 
 
-def written(program: Program, subject: Subject, device: torch.device) -> tuple[Script, Comparison]:
+def written(
+    program: Program, subject: Subject, device: torch.device, checks: tuple[str, ...] = ()
+) -> tuple[Script, Comparison]:
     """The program as a script, and what the script shows. A sample of a database is written with its shapes
     and arguments, if it then diverges as the sample does. Raises ReproError if the program has no text.
     """
     case, more = program.case, {"fp64": program.fp64, "cold": program.cold, "doc": program.doc}
     if texts := list(spelled(program)):
-        wanted = signature_of(compare(program, subject, device, confirm=False).row)
+        wanted = signature_of(compared(program, subject, device, checks, confirm=False).row)
         for text in texts:
             script = from_source(text).model_copy(update=more)
-            found = compare(scripted(case, script), subject, device)
+            found = compared(scripted(case, script), subject, device, checks)
             if found.row.is_find and signature_of(found.row) == wanted:
                 return script, found
     script = from_source(runnable(program)).model_copy(update=more)
-    return script, compare(scripted(case, script), subject, device)
+    return script, compared(scripted(case, script), subject, device, checks)
 
 
 def as_drawn(case: Case, script: Script, found: Comparison) -> Find:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import tidy_now_and_then
 from gradparity.verdict import Verdict, row_of
-from gradparity.work import alarm, quiet
+from gradparity.work import alarm, quiet, with_checks
 
 ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
@@ -46,8 +47,8 @@ BROKEN = "broken-case"
 @dataclass(frozen=True)
 class FuzzTask:
     """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
-    plain data; `begun`: how far an earlier worker came with making the one case smaller; `blame` is as in
-    `Task`.
+    plain data; `begun`: how far an earlier worker came with making the one case smaller; `blame` and
+    `checks` are as in `Task`.
     """
 
     subject: str
@@ -62,6 +63,7 @@ class FuzzTask:
     skip: list[int] = field(default_factory=list)
     begun: dict[str, Any] | None = None
     blame: str = Blame.own
+    checks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
@@ -85,7 +87,8 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
         if task.start + step in task.skip:
             continue
         case = task.case(task.start + step)
-        emit("start", step, {"case": case.address, "seed": case.seed})
+        allowed = task.timeout * (2 if task.checks else 1)
+        emit("start", step, {"case": case.address, "seed": case.seed, "limit": allowed})
         result, fit = _case(case, subject, task, known, announcer(emit, step, case))
         emit("result", step, result)
         tidy_now_and_then(step)
@@ -101,15 +104,16 @@ def _case(
     device, script, find = torch.device(task.device), Script(), None
     found: Comparison | None = None
     fired: Counter[str] = Counter()
-    row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", f"longer than {task.timeout:g} s")
     try:
         with alarm(task.timeout), counting() as fired:
             script, shown = drawn_and_run(case.name, case.index or 0)
             first = shown if device.type == "cpu" and case.seed == 0 else None
             found = compare(scripted(case, script), subject, device, first=first)
-            row = replace(found.row, exhibit=exhibit(found))
-    except CaseTimeout:
-        pass
+        with suppress(CaseTimeout), alarm(task.timeout):
+            found = with_checks(found, scripted(case, script), subject, device, task.checks)
+        row = replace(found.row, exhibit=exhibit(found))
+    except CaseTimeout as error:
+        row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
     except GradparityError as error:
         row = row_of(case, subject.name, Verdict.CRASH, BROKEN, str(error))
     except Exception as error:  # a fault of the generator or of an oracle costs one case, not the unit

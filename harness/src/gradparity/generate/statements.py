@@ -18,6 +18,7 @@ from gradparity.generate.kinds import (
     operators,
     python_state,
     samples,
+    stacks,
     transforms,
 )
 from gradparity.generate.rows import TABLES, add_from, add_overwritten
@@ -34,6 +35,7 @@ KINDS: dict[str, Maker] = {
     "autocast": islands.autocast,
     "checkpoint": islands.checkpointed,
     "hook_inside": islands.hook_inside,
+    "stack": stacks.stack,
     "break": islands.graph_break,
     "module": modules.call_module,
     "transform": transforms.transformed,

@@ -24,6 +24,8 @@ COLOURS = {
     "HOOK_ORDER": "#8e44ad",
     "CRASH": "#7b241c",
     "TIMEOUT": "#d68910",
+    "MEMORY": "#16a085",
+    "SLOW": "#7f8c00",
     "UNSUPPORTED": "#2980b9",
     "NONDETERMINISTIC": "#95a5a6",
     "REF_UNSTABLE": "#bdc3c7",

@@ -19,7 +19,15 @@ MOST_FINDS = 200
 MOST_MEMBERS = 500
 MOST_TEXT = 800_000
 """So many characters of divergences does a page have."""
-ORDER = (Verdict.DIVERGE, Verdict.HOOK_ORDER, Verdict.CRASH, Verdict.UNSUPPORTED, Verdict.TIMEOUT)
+ORDER = (
+    Verdict.DIVERGE,
+    Verdict.HOOK_ORDER,
+    Verdict.CRASH,
+    Verdict.MEMORY,
+    Verdict.SLOW,
+    Verdict.UNSUPPORTED,
+    Verdict.TIMEOUT,
+)
 """What is silently wrong comes first."""
 
 

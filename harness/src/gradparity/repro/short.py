@@ -26,7 +26,8 @@ TEXT = '''"""{heading}"""
 
 {definitions}
 
-
+'''
+VALUES = """
 def shown({words}):
     torch.manual_seed(0)
     try:
@@ -48,7 +49,57 @@ def same(one, other):
 eager, found = shown({eager}), shown({subject})
 print(f"eager: {{eager}}\\n{name}: {{found}}")
 sys.exit(not all(map(same, *map(tree_leaves, (eager, found)))))
-'''
+"""
+RUN = """
+def run({words}):
+    torch.manual_seed(0)
+    {plain_run}
+
+"""
+PEAK = """
+def peak(*how):
+    run(*how)  # compiles
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        run(*how)
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+"""
+BY_EAGER = """
+eager, found = {measure}({eager}), {measure}({subject})
+print(f"{measure} of eager: {{eager}}; of {name}: {{found}}, {{found / eager:.2f}} times that")
+sys.exit(found > {multiple} * eager)
+"""
+SECONDS = """
+def seconds(*how):
+    taken = []
+    for _ in range(12):
+        began = time.process_time()
+        run(*how)
+        taken.append(time.process_time() - began)
+    return min(taken)
+
+"""
+BY_BUDGET = """
+peaks = []
+for share in {budgets}:
+    torch.compiler.reset()
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        peaks.append(peak({subject}))
+    print(f"peak under a budget of {{share}}: {{peaks[-1]}}")
+sys.exit(any(later > {multiple} * min(peaks[:place]) for place, later in enumerate(peaks) if place))
+"""
+ENDS = {
+    "memory": RUN + PEAK + BY_EAGER.replace("{measure}", "peak").replace("{multiple}", "1.3"),
+    "slow": RUN + SECONDS + BY_EAGER.replace("{measure}", "seconds").replace("{multiple}", "1.2"),
+    "budget": RUN + PEAK + BY_BUDGET.replace("{budgets}", "(0.35, 0.15, 0.05)").replace("{multiple}", "1.3"),
+}
+IMPORTS = {
+    "memory": {"import itertools"},
+    "budget": {"import itertools", "import torch._functorch.config"},
+    "slow": {"import time"},
+}
+"""By check, how a text shows what the check found; of what an oracle found, a text compares values."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +127,20 @@ def _text(source: str, subject: Subject, row: Row, manner: Manner) -> str:
     tree = ast.parse(source)
     plain = _Plain(called.has_backward, "payload" in row.symptom, manner, tree)
     definitions = [ast.unparse(ast.fix_missing_locations(node)) for node in plain.definitions(called.words)]
-    imports = {"import sys", "import torch", "from torch.utils._pytree import tree_leaves", *called.imports}
+    imports = {"import sys", "import torch", *called.imports}
+    imports |= IMPORTS.get(row.check, {"from torch.utils._pytree import tree_leaves"})
     imports |= {ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))}
     reason = f"{subject.name} differs from eager: {row.symptom}: {' '.join(row.reason.split())}"
     reason = reason if len(reason) <= LONGEST else f"{reason[:LONGEST]} …"
-    return TEXT.format(
+    if row.check and row.check not in ENDS:
+        raise ReproError(f"there is no short form of what the check {row.check} finds")
+    return (TEXT + ENDS.get(row.check, VALUES)).format(
         heading=fill(reason, WIDTH).replace("\\", "\\\\").replace('"', "'"),
         imports="\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
         definitions="\n\n\n".join([*called.definitions, *definitions]),
         words=called.words,
         run=called.run,
+        plain_run=called.run.replace("\n    ", "\n"),
         exact="rtol=0, atol=0, " if subject.bitwise else "",
         eager=called.eager,
         subject=called.subject,

@@ -13,13 +13,13 @@ import torch
 
 from gradparity.case import Case
 from gradparity.corpus.generated import scripted
-from gradparity.differential import Comparison, compare
+from gradparity.differential import Comparison
 from gradparity.errors import CaseTimeout
 from gradparity.generate.script import Script
 from gradparity.shrink.shrinker import Question
 from gradparity.signature import signature_of
 from gradparity.subjects.base import Subject
-from gradparity.work import alarm
+from gradparity.work import alarm, compared
 
 
 def still_diverges(
@@ -27,12 +27,13 @@ def still_diverges(
 ) -> Question:
     """Whether a script diverges as the comparison `found` did."""
     wanted, raised = signature_of(found.row), _raised(found)
+    checks = (found.row.check,) if found.row.check else ()
     knows_stage = subject.name == found.row.subject and wanted.stage
 
     def asked(script: Script) -> bool:
         try:
             with alarm(timeout):
-                other = compare(scripted(case, script), subject, device, confirm=False)
+                other = compared(scripted(case, script), subject, device, checks, confirm=False)
         except (CaseTimeout, Exception):  # out of time, or so odd that it cannot be judged
             return False
         shown = signature_of(other.row if knows_stage else replace(other.row, stage=wanted.stage))

@@ -49,6 +49,15 @@ def test_one_defect_is_one_find_however_often_it_shows() -> None:
     assert len(found[0].shrunk.source) < len(found[0].script.source)
 
 
+def test_what_a_check_finds_is_shrunk_as_well() -> None:
+    """Without the check the case agrees. What is left of the program still takes the memory."""
+    summary = campaign("planted:memory-for-a-moment", cases=1, seed=2, checks=("memory",))
+    (find,) = summary.finds
+    assert (find.row.verdict, find.row.symptom, find.row.check) == (Verdict.MEMORY, "peak-memory", "memory")
+    assert len(find.shrunk.source) < len(find.script.source)
+    assert campaign("planted:memory-for-a-moment", cases=1, seed=2).verdicts == {"AGREE": 1}
+
+
 def test_what_is_known_is_no_news() -> None:
     before = campaign("planted:scale-grad", cases=2, seed=1)
     (find,) = before.finds

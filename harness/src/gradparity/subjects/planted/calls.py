@@ -282,6 +282,14 @@ def _another_error(target: Target) -> Target:
     return call
 
 
+def _large_for_a_moment(target: Target) -> Target:
+    def called(*args: Any) -> Any:
+        torch.empty(1 << 18)
+        return target(*args)
+
+    return called
+
+
 def _kept_forever(target: Target) -> Target:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = target(*args, **kwargs)
@@ -426,5 +434,6 @@ FAULTS = (
           scenario="what_a_function_did_before_a_look_at_values_is_done_once"),
     Fault("wait-dropped", "a wait for what another operator began is left out", compiled_by(inside(_WithoutWaits)), VALUES, (),
           scenario="results_are_waited_for_in_a_forward"),
+    Fault("memory-for-a-moment", "a call takes a megabyte that it does not need", compiled_by(_large_for_a_moment), ("peak-memory",), (), "memory"),
     Fault("tensors-kept", "tensors stay alive for ever", compiled_by(_kept_forever), ("leak",), (), "leaks"),
 )  # fmt: skip
