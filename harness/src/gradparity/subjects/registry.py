@@ -135,6 +135,8 @@ def _compile(name: str, backend: str) -> Subject:
             why = f"{type(error).__name__}: {error}"
             raise UnknownNameError("torch.compile backend", place, [_WAYS, *NAMED], why) from error
         return StockCompile(name, place, own_random)
+    if place.endswith(".py"):
+        raise UnknownNameError("torch.compile backend", place, [f"{place}:FUNCTION"], "no function is named")
     return StockCompile(name, _registered(place), own_random)
 
 
