@@ -15,7 +15,7 @@ VIEWS = {"view": 4.0, "move": 1.0}
 RECOMPUTE = {"budget": 0.35, "recompute": 0.15, "autograd": 0.05, "caches": 0.05}
 
 _ALL = (
-    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}, called={"other": 0.6}, turns=2),
+    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}, called={"other": 0.9}, turns=2),
     Policy(
         "layouts",
         "operators whose derivative looks at the layout of cotangents and inputs",
@@ -29,7 +29,7 @@ _ALL = (
     Policy("linear", "matrix products, convolutions, losses", {"linear": 4, "convolution": 2, "unary": 2, "norm": 1, "view": 1}),
     Policy("solve", "linear algebra", {"solve": 4, "linear": 1, "unary": 1}, length=(1, 3), sizes={3: 5, 2: 4, 4: 3, 1: 1}, turns=1),
     Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3), turns=1),
-    Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9), called={"other": 0.3}),
+    Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9), called={"other": 0.5}),
     Policy(
         "indexing",
         "indexing and scattering at edges",
@@ -46,7 +46,7 @@ _ALL = (
         sizes=EDGES,
         ranks={1: 4, 2: 5, 3: 1},
         dtypes={"float32": 6, "bfloat16": 2, "float16": 1},
-        called={"other": 0.4},
+        called={"other": 0.7},
     ),
     Policy(
         "extremes",
@@ -319,7 +319,7 @@ _ALL = (
         {"unary": 4, "binary": 4, "reduction": 3, "norm": 2, "cast": 1, "move": 1},
         length=(6, 16),
         sizes={8: 2, 16: 2, 17: 1, 32: 1, 33: 1, 1: 1},
-        called={"other": 0.4},
+        called={"other": 0.7},
         settings={"inductor": 0.2, "budget": 0.1},
     ),
     Policy(
@@ -361,7 +361,7 @@ _ALL = (
         "symbolic sizes",
         {"view": 3, "move": 2, "unary": 2, "reduction": 2, "linear": 2, "index": 1, "binary": 2},
         settings={"dynamic": 0.9},
-        called={"other": 0.5},
+        called={"other": 0.7},
         dtypes={"float32": 1},
         turns=1,
     ),

@@ -153,7 +153,7 @@ def _with_saved_as_scratch(gm: torch.fx.GraphModule, inputs: list[Any]) -> Call:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
         def run(*args: Any) -> Any:
-            found = [one.clone() if isinstance(one, Tensor) else one for one in gm(*args)]
+            found = [one.clone() if tensors_of([one]) and storage(one) in own else one for one in gm(*args)]
             for name, one in zip(names, args, strict=True):
                 if not name.startswith(("primals", "tangents")) and tensors_of([one]) and storage(one) in own:
                     one.zero_()

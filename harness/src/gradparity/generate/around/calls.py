@@ -50,6 +50,7 @@ OTHERS = (
     "{0}.to(torch.bfloat16)",
     "torch.cat([{0}, {0}])",
     "torch.cat([{0}, {0}])",
+    "torch.cat([{0}, {0}])",
     "{0}[:1].clone()",
 )
 
