@@ -78,7 +78,7 @@ def _compare(
     again = observe(case, program.body, EAGER, dtype, device)
     repeat = judge(Evidence(first, again, bitwise=True))
     if repeat.verdict is not Verdict.AGREE:
-        return _nondeterministic(program, subject, first, again, repeat)
+        return _nondeterministic(program, subject.name, first, again, repeat)
     subject.reset(program.cold)
     outcome = observe(case, program.body, subject, dtype, device)
     evidence = Evidence(
@@ -95,20 +95,28 @@ def _compare(
         is_asked = stock is subject.stock or row.symptom in SYMPTOMS.values()
         if stock is not None and is_asked and row.verdict.is_divergence and not row.stocks_own:
             row = _attributed(program, subject, stock, evidence, row, device)
-    if row.stocks_own or not confirm:
-        return Comparison(row, evidence, subject.name)
+    found = Comparison(row, evidence, subject.name)
+    return confirmed(program, found, device) if confirm and not row.stocks_own else found
+
+
+def confirmed(program: Program, found: Comparison, device: torch.device) -> Comparison:
+    """The comparison, unless it found other values and eager does not repeat its own."""
+    row, evidence = found.row, found.evidence
+    if evidence is None:
+        return found
     if row.verdict is Verdict.DIVERGE and row.symptom.removesuffix("-bits") in SYMPTOMS.values():
         until = time.monotonic() + CONFIRMATION_SECONDS
         for _ in range(CONFIRMATIONS):
-            again = observe(case, program.body, EAGER, dtype, device)
-            repeat = judge(Evidence(first, again, bitwise=True))
+            again = observe(program.case, program.body, EAGER, torch.float32, device)
+            repeat = judge(Evidence(evidence.eager, again, bitwise=True))
             if repeat.verdict is not Verdict.AGREE:
-                return _nondeterministic(program, subject, first, again, repeat)
+                return _nondeterministic(program, row.subject, evidence.eager, again, repeat)
             if time.monotonic() > until:
                 break
-        if found := _declared_nondeterministic(program, evidence, device):
-            return replace(_nondeterministic(program, subject, first, outcome, found), beside=subject.name)
-    return Comparison(row, evidence, subject.name)
+        if declared := _declared_nondeterministic(program, evidence, device):
+            aside = _nondeterministic(program, row.subject, evidence.eager, evidence.subject, declared)
+            return replace(aside, beside=row.subject)
+    return found
 
 
 def _set_aside(program: Program, subject: Subject, symptom: str, why: str) -> Comparison:
@@ -162,10 +170,10 @@ def _declared_nondeterministic(
 
 
 def _nondeterministic(
-    program: Program, subject: Subject, first: Outcome, again: Outcome, repeat: Judgement
+    program: Program, subject: str, first: Outcome, again: Outcome, repeat: Judgement
 ) -> Comparison:
     reason = f"eager may differ from itself: {repeat.reason}"
-    row = row_of(program.case, subject.name, Verdict.NONDETERMINISTIC, repeat.symptom, reason)
+    row = row_of(program.case, subject, Verdict.NONDETERMINISTIC, repeat.symptom, reason)
     return Comparison(replace(row, set_aside=True), Evidence(first, again, bitwise=True), AGAIN)
 
 

@@ -10,6 +10,7 @@ and calls nothing that the larger does not. What is covered by something known i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,8 +38,13 @@ from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict, row_of
 
 ROUND_SECONDS = 400.0
-"""About how long a worker goes on before it is replaced by a fresh one: its memory stays bounded."""
-FIRST_ROUND = 40
+"""About how long a round takes."""
+FIRST_ROUND = 400
+"""No round has fewer cases: each begins with fresh workers, which takes seconds."""
+GRACE = 10.0
+"""Seconds that a campaign waits at its end for what is being made smaller."""
+SHARE = 10
+"""A worker is given so many cases at a time, and with them what is known by then."""
 WITHOUT_FIND = ("timeout", "crash", "out-of-memory", BROKEN)
 """Symptoms of divergences that cannot be shrunk, because the process did not outlive them."""
 
@@ -86,7 +92,8 @@ class Facts:
 @dataclass
 class FuzzSummary:
     """Where a campaign stands: the sums of all `Facts`. `rows`: what a report shows; `numbers`: of the cases
-    that are done; `known`: divergences that are no news any more; `workers`: how many there are.
+    that are done; `known`: divergences that are no news any more; `begun`: those that are being made smaller,
+    by the number of their case; `workers`: how many there are.
     """
 
     cases: int = 0
@@ -99,6 +106,7 @@ class FuzzSummary:
     finds: list[Find] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     known: list[Signature] = field(default_factory=list)
+    begun: dict[int, Find] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)
     ending: Ending = field(default_factory=Ending)
@@ -129,6 +137,7 @@ class FuzzSummary:
     def count(self, number: int, row: Row | None, facts: Facts) -> None:
         """Adds one case."""
         self.numbers.add(number)
+        self.begun.pop(number, None)
         self.rows += [] if row is None else [row]
         self.cases += 1
         self.rejected += facts.rejected
@@ -197,6 +206,7 @@ class Drawn:
         self._lost: dict[int, tuple[str, ...]] = {}
         self._late: dict[int, CaseDone] = {}
         self._alone: int | None = None
+        self._known = [item.to_json() for item in options.known]  # shared by all units: it grows
         self._failed = ""
 
     def look_at_the_clock(self) -> float:
@@ -207,9 +217,12 @@ class Drawn:
         return self.summary.seconds
 
     def is_over(self) -> bool:
-        """Whether the time is up, or enough cases are judged."""
+        """Whether the time is up, or enough cases are judged. What is being made smaller then has little left
+        to do.
+        """
         options, summary = self._options, self.summary
-        late = options.minutes is not None and summary.seconds >= 60 * options.minutes
+        left = math.inf if options.minutes is None else 60 * options.minutes - summary.seconds
+        late = left <= -GRACE or (left <= 0 and not self._begun)
         return late or (options.cases is not None and summary.cases >= options.cases)
 
     def rounds(self) -> Iterator[list[Unit]]:
@@ -236,11 +249,10 @@ class Drawn:
                 return
             if options.cases is not None:
                 count = min(count, max(options.cases - done, 1))
-            shares = _shares(count, max(options.processes, 1))
             begun, before = time.monotonic(), summary.cases
             is_new = any(number not in summary.numbers for number in range(done, done + count))
-            starts = [done + sum(shares[:place]) for place in range(len(shares))]
-            yield [self._unit(start, share) for start, share in zip(starts, shares, strict=True)]
+            share, end = SHARE if options.processes else count, done + count
+            yield [self._unit(start, min(share, end - start)) for start in range(done, end, share)]
             if is_new and summary.cases == before and not (self._begun or self._late or self.is_over()):
                 raise CaseError(f"no case was judged: {self._failed or 'all workers ended'}")
             done += count
@@ -260,6 +272,7 @@ class Drawn:
         number, begun = message.unit.payload["start"] + message.step, begun_of(message)
         if begun is not None:
             self._begun[number] = begun
+            self.summary.begun.setdefault(number, Find.from_json(begun.find))
         elif not isinstance(message, Started):
             self._begun.pop(number, None)
         if isinstance(message, Result):
@@ -283,7 +296,9 @@ class Drawn:
     def count(self, entry: Entry) -> None:
         """Counts a case."""
         if isinstance(entry, CaseDone):
-            self.summary.count(entry.step, entry.row, read_as(Facts, entry.facts))
+            facts = read_as(Facts, entry.facts)
+            self.summary.count(entry.step, entry.row, facts)
+            self._known += [] if facts.find is None else [facts.find.signature.to_json()]
 
     def _judged(self, number: int, data: dict[str, Any]) -> CaseDone:
         row = Row.from_json(data["row"])
@@ -341,15 +356,10 @@ class Drawn:
             count=count,
             timeout=options.timeout,
             shrink_seconds=options.shrink_seconds,
-            known=[item.to_json() for item in summary.known],
-            skip=sorted(number for number in summary.numbers if start <= number < start + count),
+            until=None if options.minutes is None else time.time() + 60 * options.minutes - summary.seconds,
+            skip=sorted(summary.numbers.intersection(range(start, start + count))),
             begun=None if begun is None else asdict(begun),
             blame=options.blame,
             checks=options.checks,
         )
-        return Unit(task.to_json(), options.timeout)
-
-
-def _shares(count: int, processes: int) -> list[int]:
-    each, rest = divmod(count, processes)
-    return [each + (place < rest) for place in range(processes) if each + (place < rest)]
+        return Unit(task.to_json() | {"known": self._known}, options.timeout)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from gradparity.fuzzing.find import Find, Folder
 from gradparity.generate.policies import POLICIES
 from gradparity.handover import write_script
 from gradparity.reading import read_as, written_by_us
+from gradparity.signature import signature_of
 from gradparity.store.store import CaseDone, Entry, Progress, Store
 from gradparity.subjects.registry import resolve
 from gradparity.versions import versions
@@ -40,6 +41,8 @@ MOST_MEMORY = 4.0
 """GiB that a worker may hold on the CPU, if nothing else is said. It holds less than one: no tensor of a
 drawn program has more than 2 ** 13 elements.
 """
+PRELOAD = ("gradparity.fuzzing.work", "torch._dynamo", "functorch.compile")
+"""What every worker needs, if it runs on the CPU."""
 Minutes = Annotated[float | None, typer.Option(min=0.01, help="end after so many minutes; default: 1")]
 Cases = Annotated[int | None, typer.Option(min=1, help="end after so many cases")]
 Policies = Annotated[
@@ -103,7 +106,11 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             shrink_seconds=shrink_seconds,
             known=tuple(find.signature for find in Folder(finds).finds() if find.subject == subject),
             resources=Resources(
-                executor, address, gpus_per_worker, None if limit is None else int(limit * 2**30)
+                executor,
+                address,
+                gpus_per_worker,
+                None if limit is None else int(limit * 2**30),
+                PRELOAD if named == "cpu" else (),
             ),
             blame=blame,
             checks=tuple(check or ()),
@@ -115,7 +122,7 @@ def fuzz(  # noqa: PLR0913 - a command has as many parameters as options
             kept = Kept(Folder(finds), console)
             kept.again(progress)
             summary = fuzzed(wanted, partial(_heard, kept, view), progress)
-        tell(console, summary)
+        tell(console, summary, progress.store.path)
         if summary.ending.broken:
             raise StoreFullError(summary.ending.broken)
         Files(json_file, report_file).write(summary.rows)
@@ -150,6 +157,8 @@ def started(folder: Path, plan: dict[str, Any]) -> Iterator[Progress]:
 
 
 def _heard(kept: Kept, view: View, summary: FuzzSummary, entry: Entry | None) -> None:
+    for number, find in summary.begun.items():
+        kept.announce(number, find)
     if isinstance(entry, CaseDone) and entry.facts["find"] is not None:
         kept.take(summary.finds[-1])
     view(summary)
@@ -161,6 +170,14 @@ class Kept:
 
     folder: Folder
     console: Console
+    announced: set[int] = field(default_factory=set)
+
+    def announce(self, number: int, find: Find) -> None:
+        """Tells of a find while it is made smaller, which takes a while."""
+        if number not in self.announced:
+            self.announced.add(number)
+            told = report.line(replace(find.row, case=find.address))
+            self.console.print("found, being made smaller:", told, soft_wrap=True)
 
     def again(self, progress: Progress) -> None:
         """Tells that a campaign continues. Its last find may lack its files."""
@@ -194,8 +211,18 @@ class Kept:
             self.console.print(f"  no script: {error}", markup=False, soft_wrap=True)
 
 
-def tell(console: Console, summary: FuzzSummary) -> None:
-    """What there is to say in the end."""
+def tell(console: Console, summary: FuzzSummary, store: Path) -> None:
+    """What there is to say in the end: the subject's own divergences, then, in one line, those of stock."""
+    if summary.finds:
+        console.print(f"{len(summary.finds)} new divergences:", markup=False)
+    for find in summary.finds:
+        told = f"  {find.signature.describe()}  {find.address}  {find.name}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if owned := [row for row in summary.rows if row.stocks_own]:
+        kinds = len({signature_of(row) for row in owned})
+        stages = ", ".join(sorted({row.stage for row in owned}))
+        told = f"stock's own: {len(owned)} cases, {kinds} kinds, which {stages} shows as well"
+        console.print(f"{told}; to list them: gradparity report {store}", markup=False, soft_wrap=True)
     for text in summary.lost:
         console.print(f"lost: {text}", markup=False, soft_wrap=True)
     if summary.fired:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -65,20 +66,29 @@ class _Worker:
 
 
 class Local:
-    """A pool of spawned processes.
+    """A pool of processes.
 
     Arguments: the function that runs a unit (importable by name), the number of processes, the grace period,
-    and the most bytes that a worker may hold (None: whatever the system lets it).
+    the most bytes that a worker may hold (None: whatever the system lets it), and modules that one process
+    imports for all of them.
     """
 
     def __init__(
-        self, run_unit: RunUnit, processes: int, grace: float = GRACE, memory: int | None = None
+        self,
+        run_unit: RunUnit,
+        processes: int,
+        grace: float = GRACE,
+        memory: int | None = None,
+        preload: tuple[str, ...] = (),
     ) -> None:
         self._run_unit = run_unit
         self._memory = memory
         self._wanted = max(1, processes)
         self._grace = grace
-        self._context = multiprocessing.get_context("spawn")
+        self._context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+        if preload:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload([*preload])
         self._workers: list[_Worker] = []
         self._logs = ""
 

@@ -21,13 +21,16 @@ NAMES = ("local", "ray")
 @dataclass(frozen=True)
 class Resources:
     """Where units run: `executor` is one of NAMES; `address` is a Ray cluster's; `gpus` is the share of a GPU
-    that one unit takes there; `memory` is the most bytes that a local worker may hold.
+    that one unit takes there; `memory` is the most bytes that a local worker may hold; `preload` names
+    modules that one process imports for all local workers, which are forks of it (none: each worker imports
+    what it needs). A fork cannot use a GPU that the process before it used.
     """
 
     executor: str = "local"
     address: str | None = None
     gpus: float = 0.0
     memory: int | None = None
+    preload: tuple[str, ...] = ()
 
 
 class Executor(Protocol):
@@ -45,4 +48,4 @@ def executor(run_unit: RunUnit, processes: int, grace: float, resources: Resourc
         return RayCluster(run_unit, processes, resources.address, resources.gpus, grace)
     if processes == 0:
         return InProcess(run_unit)
-    return Local(run_unit, processes, grace, resources.memory)
+    return Local(run_unit, processes, grace, resources.memory, resources.preload)

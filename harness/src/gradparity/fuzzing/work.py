@@ -6,6 +6,7 @@ rejected, which passes fired, and a find if the case diverged in a way that noth
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections import Counter
@@ -19,7 +20,7 @@ import torch
 from gradparity.alive import is_alive
 from gradparity.case import Case
 from gradparity.corpus.generated import NAME, scripted
-from gradparity.differential import Comparison, compare
+from gradparity.differential import Comparison, compare, confirmed
 from gradparity.errors import CaseTimeout, GradparityError
 from gradparity.executors.unit import Emit, Unit
 from gradparity.exhibit import exhibit
@@ -33,22 +34,26 @@ from gradparity.signature import Signature, signature_of
 from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import tidy_now_and_then
-from gradparity.verdict import Verdict, row_of
+from gradparity.verdict import Row, Verdict, row_of
 from gradparity.work import alarm, quiet, with_checks
 
 ENOUGH, ONE_IN = 5, 6
 """After so many finds that look alike, one in so many of the others is shrunk."""
 STRIDE = 1_000_000
 """Seeds of programs begin at the campaign's seed times this."""
+LEFT = 0.25
+"""Of the time that is left, so much at most goes into making one program smaller."""
+WORN_OUT = 400.0
+"""Seconds of the processor after which a worker is replaced by a fresh one: its memory stays bounded."""
 BROKEN = "broken-case"
 """The symptom of a case that could not be drawn or judged."""
 
 
 @dataclass(frozen=True)
 class FuzzTask:
-    """Cases `start` to `start + count` of a campaign, without those to `skip`. `known` are signatures in
-    plain data; `begun`: how far an earlier worker came with making the one case smaller; `blame` and
-    `checks` are as in `Task`.
+    """Cases `start` to `start + count` of a campaign, without those to `skip`. `until`: when the campaign
+    ends, as `time.time()` tells it (None: nobody knows). `known` are signatures in plain data; `begun`: how
+    far an earlier worker came with making the one case smaller; `blame` and `checks` are as in `Task`.
     """
 
     subject: str
@@ -59,6 +64,7 @@ class FuzzTask:
     count: int
     timeout: float
     shrink_seconds: float
+    until: float | None = None
     known: list[dict[str, Any]] = field(default_factory=list)
     skip: list[int] = field(default_factory=list)
     begun: dict[str, Any] | None = None
@@ -68,6 +74,11 @@ class FuzzTask:
     def to_json(self) -> dict[str, Any]:
         """Plain data for a Unit's payload."""
         return asdict(self)
+
+    def seconds(self) -> float:
+        """The most that goes into making one program smaller now."""
+        left = math.inf if self.until is None else LEFT * (self.until - time.time())
+        return min(self.shrink_seconds, max(left, 0.0))
 
     def case(self, number: int) -> Case:
         """The case with this number: the policies take turns, one that stands there twice two in a round."""
@@ -86,13 +97,16 @@ def fuzz_unit(unit: Unit, emit: Emit) -> bool:
     for step in range(unit.start, task.count):
         if task.start + step in task.skip:
             continue
+        if task.until is not None and time.time() > task.until and task.begun is None:
+            return True
         case = task.case(task.start + step)
         allowed = task.timeout * (2 if task.checks else 1)
         emit("start", step, {"case": case.address, "seed": case.seed, "limit": allowed})
         result, fit = _case(case, subject, task, known, announcer(emit, step, case))
         emit("result", step, result)
         tidy_now_and_then(step)
-        if not fit or not is_alive(torch.device(task.device)):
+        is_worn_out = time.process_time() > WORN_OUT and step + 1 < task.count
+        if not fit or is_worn_out or not is_alive(torch.device(task.device)):
             return False
     return True
 
@@ -104,13 +118,18 @@ def _case(
     device, script, find = torch.device(task.device), Script(), None
     found: Comparison | None = None
     fired: Counter[str] = Counter()
+    is_news = False
     try:
         with alarm(task.timeout), counting() as fired:
             script, shown = drawn_and_run(case.name, case.index or 0)
             first = shown if device.type == "cpu" and case.seed == 0 else None
-            found = compare(scripted(case, script), subject, device, first=first)
+            program = scripted(case, script)
+            found = compare(program, subject, device, confirm=False, first=first)
+            is_news = found.row.is_find and _is_news(case, script, found.row, task, known)
+            found = confirmed(program, found, device) if is_news else found
         with suppress(CaseTimeout), alarm(task.timeout):
-            found = with_checks(found, scripted(case, script), subject, device, task.checks)
+            found = with_checks(found, program, subject, device, task.checks)
+        is_news = is_news or (found.row.is_find and _is_news(case, script, found.row, task, known))
         row = replace(found.row, exhibit=exhibit(found))
     except CaseTimeout as error:
         row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
@@ -121,8 +140,8 @@ def _case(
         why = f"{type(error).__name__}: {error}, raised by {last.name} in {Path(last.filename).name}"
         row = row_of(case, subject.name, Verdict.CRASH, BROKEN, why)
     begun = time.monotonic()
-    if found is not None and row.is_find and row.symptom != BROKEN:
-        find = _news(case, script, found, task, known, announce)
+    if found is not None and is_news and row.is_find and row.symptom != BROKEN:
+        find = _find(case, script, found, task, known, announce)
     return {
         "row": row.to_json(),
         "attempt": script.attempt,
@@ -133,7 +152,17 @@ def _case(
     }, row.verdict is not Verdict.TIMEOUT
 
 
-def _news(
+def _is_news(case: Case, script: Script, row: Row, task: FuzzTask, known: list[Signature]) -> bool:
+    """Whether nothing known covers it, and it is looked into: if so many are known that look like it, only
+    some of them are.
+    """
+    signature = signature_of(row, features(script))
+    alike = sum(item.coarse == signature.coarse for item in known)
+    is_tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
+    return not (_is_covered(signature, known) or is_tiring)
+
+
+def _find(
     case: Case,
     script: Script,
     found: Comparison,
@@ -141,15 +170,8 @@ def _news(
     known: list[Signature],
     announce: Announce,
 ) -> Find | None:
-    """The find, shrunk and confirmed; None if something known covers it, before or after, or if so many are
-    known that look like it that only some of them are looked into.
-    """
-    signature = signature_of(found.row, features(script))
-    alike = sum(item.coarse == signature.coarse for item in known)
-    tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN
-    if _is_covered(signature, known) or tiring:
-        return None
-    effort = Effort(task.device, task.timeout, task.shrink_seconds, task.blame)
+    """The find, shrunk and run once more; None if something known covers what is left of it."""
+    effort = Effort(task.device, task.timeout, task.seconds(), task.blame)
     begun = Begun(**task.begun) if task.begun else None
     find, _ = Smaller(as_drawn(case, script, found), found, effort, begun, announce).made()
     if _is_covered(find.signature, known):

@@ -9,6 +9,7 @@ run around them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from textwrap import indent
@@ -18,14 +19,12 @@ import torch
 
 from gradparity.case import Case
 from gradparity.generate.chance import Chance
-from gradparity.generate.policy import Policy
+from gradparity.generate.policy import LARGEST, Policy
 from gradparity.generate.script import IMPORTS
 from gradparity.probe import Probe, Way
 
 LONGEST = 1 << 13
 """No tensor has more elements."""
-LARGEST = 1e4
-"""No value is larger, so that gradients stay well conditioned."""
 HUBS = 3
 """So many tensors, the first ones that are made, are taken more often than others where a policy says so."""
 VARIABLE = re.compile(r"[a-z]\d+")
@@ -133,10 +132,11 @@ class Scope:
             self._forget(before)
             return False
         made = [value for key, value in self.env.items() if key not in before]
-        if not all(is_sound(value) for value in made):
+        largest = self.draft.policy.largest
+        if not all(is_sound(value, largest) for value in made):
             self._forget(before)
             return False
-        if not made and not all(is_sound(value) for value in before.values()):
+        if not made and not all(is_sound(value, largest) for value in before.values()):
             raise Rejected("a value changed in place is no longer finite")
         self.lines.append(text)
         return True
@@ -185,6 +185,9 @@ class Scope:
         if not names:
             return None
         last = len(names) - 1
+        given = [name for name in names if name in self.draft.params]
+        if given and self.chance.flip(self.draft.policy.fresh):
+            return self.chance.pick(given)
         if self.chance.flip(self.draft.policy.hub):
             made = [name for name in names if name not in self.draft.params]
             return self.chance.pick((made or names)[:HUBS])
@@ -210,18 +213,20 @@ def _fits(tensor: torch.Tensor, wanted: Wanted) -> bool:
         return False
 
 
-def is_sound(value: Any) -> bool:
+def is_sound(value: Any, largest: float = LARGEST) -> bool:
     """Whether a value is of a size that a program may go on with; what is no tensor is."""
     if isinstance(value, (tuple, list)):
-        return all(is_sound(item) for item in value)
+        return all(is_sound(item, largest) for item in value)
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return True
     if value.numel() > LONGEST or value.layout is not torch.strided:
         return False
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
         return True
+    if largest == math.inf:
+        return True
     try:
-        return float(value.detach().abs().max()) <= LARGEST
+        return float(value.detach().abs().max()) <= largest
     except RuntimeError:  # a batched tensor inside vmap
         return True
 

@@ -44,9 +44,12 @@ def drawn(name: str, seed: int) -> Script:
 def drawn_and_run(name: str, seed: int) -> tuple[Script, Outcome]:
     """The script, and what eager showed when the drawing ended with a run of it, on the CPU with seed 0."""
     why = ""
+    chosen = policy(name)
+    place = seed * len(POLICIES) + list(POLICIES).index(name)
     for attempt in range(ATTEMPTS):
         try:
-            script, outcome = draw(Chance(Random(f"{name}:{seed}:{attempt}")), policy(name))
+            chance = Chance(Random(f"{name}:{seed}:{attempt}"), place + attempt)
+            script, outcome = draw(chance, chosen)
         except Rejected as error:
             why = str(error)
             continue

@@ -10,7 +10,7 @@ from textwrap import indent
 
 import torch
 
-from gradparity.generate.around.calls import calls, compiled, mode_around
+from gradparity.generate.around.calls import calls, compiled, mode_around, other_call
 from gradparity.generate.around.changes import between
 from gradparity.generate.around.hooks import hooks
 from gradparity.generate.around.losses import losses
@@ -23,6 +23,9 @@ from gradparity.generate.kinds.modules import ModuleClass
 from gradparity.generate.script import Script, Step
 from gradparity.generate.statements import grow
 from gradparity.generate.steps.training import training
+
+EARLY = 0.6
+"""The share of programs whose leaves may have hooks before the function is called."""
 
 
 def function(draft: Draft) -> Script:
@@ -105,7 +108,9 @@ def _finished(draft: Draft, found: Outputs, definition: str, target: str) -> Scr
         raise Rejected("nothing requires grad")
     call, given = calls(draft, found)
     roots = [each for each in given if each.is_root]
-    forward = [f"f = p.compile({compiled(draft, target)})", *call]
+    early = hooks(draft, ()) if draft.chance.flip(EARLY) else []
+    forward = [f"f = p.compile({compiled(draft, target)})", *early, *call]
+    forward += other_call(draft, definition) if target == "program" else []
     later = [*hooks(draft, given), *between(draft, given)] if roots else []
     backward = losses(draft, roots)
     names = [name for name in python_state.OBJECTS if name in draft.params]

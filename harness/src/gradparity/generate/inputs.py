@@ -13,6 +13,14 @@ from gradparity.generate.draft import Draft
 
 Shape = tuple[int, ...]
 MOST_ELEMENTS = 2048
+NUMBERS = {
+    "drawn": "{}",
+    "ties": "{}.round()",
+    "large": "({} * 300)",
+    "infinite": "(1 / {}.round())",
+    "nan": "{}.round().log()",
+}
+"""What may stand in an input: numbers of which many are equal are also zeros of both signs."""
 
 
 def size(draft: Draft) -> int:
@@ -119,9 +127,9 @@ def _numbers(draft: Draft, sizes: Shape, kind: str) -> str:
         return laid_out(draft, sizes, layout, lambda s: pair.format(written(s)))
     named = "" if dtype == "float32" else f'dtype="{dtype}"'
     maker = "p.rand" if kind == "positive" else "p.randn"
+    form = "({} + 0.5)" if kind == "positive" else NUMBERS[chance.weighted(policy.numbers)]
 
     def base(shape: Shape) -> str:
-        made = f"{maker}({', '.join(filter(None, (written(shape), named)))})"
-        return f"({made} + 0.5)" if kind == "positive" else made
+        return form.format(f"{maker}({', '.join(filter(None, (written(shape), named)))})")
 
     return laid_out(draft, sizes, layout, base)

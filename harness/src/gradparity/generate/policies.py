@@ -6,6 +6,8 @@ down make optimisations of a compiler fire (as YARPGen's generation policies do)
 
 from __future__ import annotations
 
+import math
+
 from gradparity.generate.policy import EDGES, Policy
 
 PLAIN = {"unary": 3.0, "binary": 3.0, "reduction": 1.0}
@@ -13,7 +15,7 @@ VIEWS = {"view": 4.0, "move": 1.0}
 RECOMPUTE = {"budget": 0.35, "recompute": 0.15, "autograd": 0.05, "caches": 0.05}
 
 _ALL = (
-    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}, turns=1),
+    Policy("elementwise", "chains of elementwise operators, reductions and casts", PLAIN | {"cast": 0.7, "view": 0.5}, called={"other": 0.9}, turns=2),
     Policy(
         "layouts",
         "operators whose derivative looks at the layout of cotangents and inputs",
@@ -27,7 +29,7 @@ _ALL = (
     Policy("linear", "matrix products, convolutions, losses", {"linear": 4, "convolution": 2, "unary": 2, "norm": 1, "view": 1}),
     Policy("solve", "linear algebra", {"solve": 4, "linear": 1, "unary": 1}, length=(1, 3), sizes={3: 5, 2: 4, 4: 3, 1: 1}, turns=1),
     Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3), turns=1),
-    Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9)),
+    Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9), called={"other": 0.5}),
     Policy(
         "indexing",
         "indexing and scattering at edges",
@@ -43,6 +45,40 @@ _ALL = (
         length=(1, 4),
         sizes=EDGES,
         ranks={1: 4, 2: 5, 3: 1},
+        dtypes={"float32": 6, "bfloat16": 2, "float16": 1},
+        called={"other": 0.7},
+    ),
+    Policy(
+        "extremes",
+        "ties, zeros of both signs, infinities and NaN",
+        {"extreme": 7, "reduction": 3, "unary": 1, "index": 0.5},
+        length=(10, 18),
+        inputs=(3, 5),
+        fresh=0.7,
+        ranks={1: 3, 2: 5},
+        sizes={3: 4, 4: 3, 5: 2, 8: 1, 17: 1},
+        dtypes={"float32": 1},
+        numbers={"ties": 4, "infinite": 2, "nan": 3},
+        largest=math.inf,
+        outputs={"all": 1},
+        losses={"sum": 3, "weighted": 2, "cotangents": 2},
+        turns=4,
+    ),
+    Policy(
+        "halves",
+        "half precision: long sums, and numbers whose squares overflow",
+        {"reduction": 4, "norm": 4, "linear": 1, "unary": 1, "binary": 1, "cast": 1},
+        length=(6, 10),
+        inputs=(2, 4),
+        fresh=0.7,
+        sizes={3: 3, 8: 2, 17: 2, 64: 2, 257: 1},
+        ranks={1: 2, 2: 5, 3: 2},
+        dtypes={"float16": 3, "bfloat16": 2},
+        numbers={"drawn": 2, "large": 4, "ties": 1},
+        largest=math.inf,
+        outputs={"all": 1},
+        called={"other": 0.3},
+        turns=4,
     ),
     Policy(
         "mutation",
@@ -283,6 +319,7 @@ _ALL = (
         {"unary": 4, "binary": 4, "reduction": 3, "norm": 2, "cast": 1, "move": 1},
         length=(6, 16),
         sizes={8: 2, 16: 2, 17: 1, 32: 1, 33: 1, 1: 1},
+        called={"other": 0.7},
         settings={"inductor": 0.2, "budget": 0.1},
     ),
     Policy(
@@ -343,6 +380,7 @@ _ALL = (
         "symbolic sizes",
         {"view": 3, "move": 2, "unary": 2, "reduction": 2, "linear": 2, "index": 1, "binary": 2},
         settings={"dynamic": 0.9},
+        called={"other": 0.7},
         dtypes={"float32": 1},
         turns=1,
     ),
@@ -362,14 +400,12 @@ _ALL = (
         aliased=0.15,
         between=0.1,
         settings={"budget": 0.1, "recompute": 0.1, "dynamic": 0.05, "inductor": 0.1},
-        called={"autocast": 0.05, "saved": 0.05, "mode": 0.03, "checkpoint": 0.05, "region": 0.03, "grad": 0.03, "again": 0.1},
+        called={"autocast": 0.05, "saved": 0.05, "mode": 0.03, "checkpoint": 0.05, "region": 0.03, "grad": 0.03, "again": 0.1, "other": 0.05},
         turns=4,
     ),
 )  # fmt: skip
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
 """By name."""
-ROTATION: tuple[str, ...] = tuple(
-    policy.name for turn in (3, 2, 1, 0) for policy in _ALL if turn < policy.turns
-)
-"""The order in which a campaign goes round: some policies come up to four times, and those come first."""
+ROTATION: tuple[str, ...] = tuple(policy.name for turn in range(4) for policy in _ALL if turn < policy.turns)
+"""The order in which a campaign goes round: each policy once, then those again that come more often."""

@@ -35,6 +35,11 @@ LAYOUTS: Mapping[str, float] = {
 
 DTYPES: Mapping[str, float] = {"float32": 12, "float64": 1, "bfloat16": 1, "float16": 0.3}
 
+LARGEST = 1e4
+"""No value is larger, so that gradients stay well conditioned."""
+
+NUMBERS: Mapping[str, float] = {"drawn": 12, "ties": 1}
+
 LOSSES: Mapping[str, float] = {
     "sum": 4, "cotangents": 4, "weighted": 2, "square": 1.5, "grad": 1, "some": 0.4, "twice": 0.3,
     "each": 0.5, "double": 0.4, "inputs": 0.5,
@@ -55,12 +60,15 @@ OUTPUTS: Mapping[str, float] = {
 class Policy:
     """Weights of all choices.
 
-    `kinds`: of statements, by the names in `statements.py`. `length`: how many statements. `aliased`: share
+    `kinds`: of statements, by the names in `statements.py`. `length`: how many statements. `numbers`: what
+    stands in the inputs, by the names in `inputs.py`. `aliased`: share
     of inputs that share memory with another. `changed`: share of inputs that may be changed in place.
     `without_grad`: share of programs in which nothing requires grad. `hub`: share of operands that are one of
-    the first few results, so that these have many uses. `hooks`: how many, on average.
+    the first few results, so that these have many uses. `fresh`: share of operands that are inputs, so that
+    what one statement makes of its numbers is not lost in the next. `hooks`: how many, on average.
     `between`: share of programs that change something between forward and backward. `calls`: how often the
     function is called. `called`: how, by the names in `around/calls.py`, each in this share of programs.
+    `largest`: no value is larger; infinity: NaN is allowed too.
     `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
     the program, by the names in `forms.py`. `turns`: how many turns it has in one round of a campaign.
     """
@@ -74,6 +82,7 @@ class Policy:
     sizes: Mapping[int, float] = field(default_factory=lambda: SIZES)
     layouts: Mapping[str, float] = field(default_factory=lambda: LAYOUTS)
     dtypes: Mapping[str, float] = field(default_factory=lambda: DTYPES)
+    numbers: Mapping[str, float] = field(default_factory=lambda: NUMBERS)
     losses: Mapping[str, float] = field(default_factory=lambda: LOSSES)
     cotangents: Mapping[str, float] = field(default_factory=lambda: COTANGENTS)
     outputs: Mapping[str, float] = field(default_factory=lambda: OUTPUTS)
@@ -82,10 +91,12 @@ class Policy:
     changed: float = 0.05
     without_grad: float = 0.03
     hub: float = 0.05
+    fresh: float = 0.0
     hooks: float = 0.3
     between: float = 0.03
     calls: tuple[int, int] = (1, 1)
     called: Mapping[str, float] = field(default_factory=dict)
     areas: Mapping[str, float] = field(default_factory=dict)
+    largest: float = LARGEST
     form: str = "function"
     turns: int = 2

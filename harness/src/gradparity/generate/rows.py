@@ -23,6 +23,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "binary": rows(elementwise.BINARY),
     "cast": rows(elementwise.CAST),
     "factory": rows(elementwise.FACTORY),
+    "extreme": rows(elementwise.EXTREME),
     "reduction": rows(reductions.REDUCTION),
     "norm": rows(reductions.NORM),
     "linear": rows(linear.LINEAR),
@@ -56,7 +57,7 @@ def add_from(scope: Scope, table: str) -> bool:
     """A row of this table as a statement."""
     if table in CHANGES:
         scope.draft.intends.add("version")
-    return add_row(scope, scope.chance.pick(TABLES[table]))
+    return add_row(scope, scope.chance.deal(table, TABLES[table]))
 
 
 def add_overwritten(scope: Scope) -> bool:

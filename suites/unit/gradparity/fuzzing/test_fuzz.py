@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import gradparity.loop as campaigns
 from gradparity.errors import CaseError, UnknownNameError
 from gradparity.executors.registry import Resources, executor
 from gradparity.executors.unit import Result, Unit
-from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
+from gradparity.fuzz import Drawn, FuzzOptions, FuzzSummary, fuzz
 from gradparity.fuzzing import work
 from gradparity.fuzzing.find import Find, Folder
 from gradparity.fuzzing.work import FuzzTask, fuzz_unit
@@ -92,6 +93,51 @@ def test_it_ends_after_its_minutes() -> None:
     summary = campaign("eager", cases=None, minutes=0.02)
     assert 0 < summary.cases < 500
     assert summary.seconds >= 1.2
+
+
+def test_a_worker_hears_what_others_found_before_it_is_given_more() -> None:
+    source = Drawn(FuzzOptions("planted:scale-grad", cases=30, processes=2, policies=("elementwise",)))
+    units = next(source.rounds())
+    assert [unit.payload["start"] for unit in units] == [0, 10, 20]
+    assert [unit.payload["known"] for unit in units] == [[], [], []]
+    messages = executor(fuzz_unit, 0, 10.0, Resources()).run([replace(units[0], payload=_quick(units[0]))])
+    for message in messages:
+        for entry in source.entries(message):
+            source.count(entry)
+    signatures = [find.signature.to_json() for find in source.summary.finds]
+    assert signatures
+    assert [unit.payload["known"] for unit in units] == [signatures] * 3
+
+
+def _quick(unit: Unit) -> dict[str, Any]:
+    return unit.payload | {"count": 2, "shrink_seconds": 0.0}
+
+
+def test_shrinking_takes_a_part_of_the_time_that_is_left() -> None:
+    task = FuzzTask("eager", "cpu", 0, ("views",), 0, 1, 1.0, 60.0)
+    assert task.seconds() == 60.0
+    assert 9 < replace(task, until=time.time() + 40).seconds() <= 10
+    assert replace(task, until=time.time() - 1).seconds() == 0.0
+
+
+def test_a_worker_draws_nothing_when_the_time_is_over() -> None:
+    task = FuzzTask("eager", "cpu", 0, ("views",), 0, 3, 1.0, 60.0, until=time.time() - 1)
+    sent: list[str] = []
+    assert fuzz_unit(Unit(task.to_json(), 1.0), lambda kind, step, data: sent.append(kind))
+    assert sent == []
+
+
+def test_eager_runs_again_and_again_for_news_only(monkeypatch) -> None:
+    asked: list[str] = []
+    confirmed = work.confirmed
+
+    def heard(program: Any, found: Any, device: Any) -> Any:
+        asked.append(program.case.address)
+        return confirmed(program, found, device)
+
+    monkeypatch.setattr(work, "confirmed", heard)
+    summary = campaign("planted:scale-grad", cases=4, seed=2)
+    assert summary.verdicts["DIVERGE"] > len(asked) >= len(summary.finds) == 1
 
 
 def test_workers_shrink_beside_one_another(monkeypatch) -> None:

@@ -16,11 +16,11 @@ from gradparity.corpus.registry import corpus, program
 from gradparity.differential import compare
 from gradparity.errors import CaseError, UnknownNameError
 from gradparity.generate import draw as drawing
-from gradparity.generate.chance import Chance
+from gradparity.generate.chance import HAND, Chance
 from gradparity.generate.draft import Draft, Rejected
 from gradparity.generate.draw import draw, drawn, run_in_eager, why_rejected
 from gradparity.generate.kinds import transforms
-from gradparity.generate.policies import POLICIES
+from gradparity.generate.policies import POLICIES, ROTATION
 from gradparity.generate.rows import TABLES, add_row
 from gradparity.generate.script import Script, Step
 from gradparity.generate.statements import KINDS
@@ -119,16 +119,53 @@ def test_fewer_than_one_drawing_in_ten_is_rejected() -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_can_be_drawn(table: str) -> None:
-    dead = [row for row in TABLES[table] if not any(_adds(row, seed) for seed in range(30))]
+    name = "extremes" if table == "extreme" else "mixed"
+    dead = [row for row in TABLES[table] if not any(_adds(row, seed, name) for seed in range(30))]
     assert dead == []
 
 
-def _adds(row: str, seed: int) -> bool:
+def _adds(row: str, seed: int, name: str) -> bool:
     try:
         with drawing._own_state():
-            return add_row(Draft(Chance(Random(seed)), POLICIES["mixed"]).outer(), row)
+            return add_row(Draft(Chance(Random(seed)), POLICIES[name]).outer(), row)
     except Rejected:
         return False
+
+
+def test_the_programs_of_a_round_go_through_all_rows() -> None:
+    """Independent choices would leave out a third of them."""
+    items = list(range(3 * HAND))
+    chances = [Chance(Random(0), place) for place in range(6)]
+    dealt = [chance.deal("deck", items) for chance in chances for _ in range(HAND)]
+    first, second = dealt[: len(items)], dealt[len(items) :]
+    assert sorted(first) == sorted(second) == items
+    assert first != second
+    assert Chance(Random(5)).deal("deck", items) == Chance(Random(5)).pick(items)
+
+
+def test_a_campaign_begins_with_each_policy_once() -> None:
+    assert sorted(ROTATION[: len(POLICIES)]) == sorted(POLICIES)
+    assert Counter(ROTATION) == {name: policy.turns for name, policy in POLICIES.items()}
+
+
+def test_inputs_hold_extreme_numbers_where_a_policy_wants_them() -> None:
+    sources = [drawn("extremes", seed).source for seed in range(12)]
+    for text in (".round().log()", "(1 / p.randn("):
+        assert any(text in source for source in sources)
+    assert not any(".log().requires_grad" in drawn("elementwise", seed).source for seed in range(12))
+
+
+def test_a_function_is_called_again_with_other_arguments() -> None:
+    sources = "".join(drawn("elementwise", seed).source for seed in range(30))
+    assert re.search(r'p\.value\("other", f\(.*torch\.cat\(\[x0, x0\]\)', sources)
+    assert re.search(r'p\.value\("other", f\(x0\.to\(torch\.float64\)', sources)
+
+
+def test_leaves_have_hooks_before_the_function_is_called() -> None:
+    sources = [drawn("hooks", seed).source for seed in range(20)]
+    assert (
+        sum(".register" in source.partition("p.compile(")[2].partition("= f(")[0] for source in sources) > 2
+    )
 
 
 def test_policies_weigh_kinds_that_exist() -> None:

@@ -1,8 +1,8 @@
 """Calls: how the run compiles and calls the function.
 
 In: a draft and what is returned. Out: what is compiled, and the lines of one call or of two: under a mode
-that ends before the backward, with the whole function under a checkpoint, or as a region. Inside the
-function, `kinds/islands.py` does the same for a part of it.
+that ends before the backward, with the whole function under a checkpoint, as a region, or with other
+arguments. Inside the function, `kinds/islands.py` does the same for a part of it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,17 @@ REGION = "region"
 AGAIN = "again"
 """The kind that calls the function once more, often with a result of the first, and uses what both give."""
 
+OTHER = "other"
+"""The kind that calls the function once more, with arguments of another dtype or of another length."""
+OTHERS = (
+    "{0}.to(torch.float64)",
+    "{0}.to(torch.bfloat16)",
+    "torch.cat([{0}, {0}])",
+    "torch.cat([{0}, {0}])",
+    "torch.cat([{0}, {0}])",
+    "{0}[:1].clone()",
+)
+
 
 def mode_around(draft: Draft) -> str:
     """The head of a with block around the call: a mode that the policy weighs, or nothing."""
@@ -75,6 +86,23 @@ def calls(draft: Draft, found: Outputs) -> tuple[list[str], tuple[Output, ...]]:
     if draft.around:
         lines = [f"{draft.around}\n{indent(line, '    ')}" for line in lines]
     return [*lines, *shown], given
+
+
+def other_call(draft: Draft, definition: str) -> list[str]:
+    """A later call of the function with other arguments, if the policy wants one and eager can run it."""
+    if not draft.chance.flip(draft.policy.called.get(OTHER, 0)):
+        return []
+    form, env = draft.chance.pick(OTHERS), dict(draft.env)
+    given = [form.format(name) if _is_float(draft.env[name]) else name for name in draft.params]
+    try:
+        exec(f"{definition}\nprogram({', '.join(given)})", env)
+    except Exception:  # sizes that the body knows, say
+        return []
+    return [f'p.value("other", f({", ".join(given)}))']
+
+
+def _is_float(value: object) -> bool:
+    return type(value) is torch.Tensor and value.is_floating_point()
 
 
 def _passed_on(draft: Draft, name: str, given: tuple[Output, ...]) -> str:

@@ -50,6 +50,7 @@ def _of_leaves(draft: Draft, name: str, leaf: str, leaves: list[str]) -> list[li
     node = f"torch.autograd.graph.get_gradient_edge({leaf}).node"
     return [
         [f'{leaf}.register_hook(p.hook("{name} {leaf}"{change}))'],
+        [f'{leaf}.register_hook(p.hook("{name} {each}"{change}))' for each in ("first", "second")],
         [_accumulated(name, leaf)],
         [_accumulated(name, each) for each in leaves],
         [f'{node}.register_hook(p.hook("{name} {leaf}", kind="accumulate_node"))'],

@@ -70,7 +70,7 @@ def _chosen(scope: Scope) -> list[str]:
         return list(dict.fromkeys([*first, *chance.some(made)]))[:4]
     if how == "all":
         ends = [name for name in roots if _is_unread(scope, name)]
-        return list(dict.fromkeys([*first, *ends, *chance.some(roots)]))[:6]
+        return list(dict.fromkeys([*first, *ends, *chance.some(roots)]))[: max(6, len(ends) + 1)]
     if how == "views":
         given = scope.tensors() if chance.flip(0.3) else []
         source = chance.pick([name for name in given if name in draft.params] or made or first)

@@ -23,7 +23,7 @@ LEFT_OUT = ("empty", "uninitialized", "nn.functional.multi_head_attention_forwar
 
 def sample_of_op_db(scope: Scope) -> bool:
     """One operator with one sample's arguments."""
-    name = scope.chance.pick(operator_names())
+    name = scope.chance.deal("samples", operator_names())
     samples = _samples(name)
     if not samples:
         return False

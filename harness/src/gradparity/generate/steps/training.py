@@ -136,7 +136,8 @@ def _function(head: str, lines: list[str]) -> str:
 
 def _change(draft: Draft, width: int, layers: dict[str, str], linear: list[str]) -> tuple[str, str]:
     """One change as a title and a text, with its holes filled."""
-    title, text = draft.chance.pick(AREAS[draft.chance.weighted(draft.policy.areas)])
+    area = draft.chance.weighted(draft.policy.areas)
+    title, text = draft.chance.deal(area, AREAS[area])
     one, two = draft.chance.shuffled(linear)[:2]
     holes = {"{w}": f"m.{one}.weight", "{v}": f"m.{two}.weight", "{l}": one, "{k}": two, "{d}": str(width)}
     for hole, filling in (holes | {"{n}": draft.name("hook")}).items():

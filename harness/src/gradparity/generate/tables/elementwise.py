@@ -89,6 +89,41 @@ torch.copysign({x}, {x}.flip(0))
 {x} * {x}.detach()
 """
 
+EXTREME = """
+-{x}
+1 / {x}
+1 / -{x}
+1 / ({x} + 0)
+1 / ({x} - {x})
+1 / ({x} * 0)
+1 / torch.relu({x})
+torch.copysign({y:as x}, -{x})
+torch.relu({x})
+torch.sqrt({x})
+torch.log({x})
+torch.exp({x})
+torch.abs({x})
+torch.sign({x})
+torch.clamp({x}, -0.5, 0.5)
+torch.isnan({x}).to({x}.dtype) + {x}
+torch.signbit(-{x}).to({x}.dtype) * {y:as x}
+torch.copysign({y:as x}, {x})
+torch.atan2({x}, {y:as x})
+torch.maximum({x}, {y:as x})
+torch.minimum({x}, {y:as x})
+torch.fmax({x}, {y:as x})
+torch.where({x} == {y:as x}, {x}, 2 * {y})
+{x} / {y:as x}
+{x}.pow(0.5)
+torch.max({x:1d+}, {dim})[0]
+torch.max({x:1d+}, {dim})[1] * 1.0 + {x:1d+}.sum()
+torch.linalg.vector_norm({x:1d+}, dim={dim})
+torch.softmax({x:1d+}, {dim})
+torch.logsumexp({x:1d+}, {dim})
+torch.mean({x:1d+}, {dim})
+F.layer_norm({x:1d+}, {x}.shape[-1:])
+"""
+
 BINARY = """
 {x} + {y:onto x}
 {x} * {y:onto x}

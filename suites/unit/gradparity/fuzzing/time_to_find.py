@@ -1,0 +1,118 @@
+"""How soon `gradparity fuzz` meets a planted fault of a vendor's backend.
+
+In: names of faults. Out: for each, where it was met, after how many cases, and after how many seconds of the
+clock and of the processors, as JSON. Another job on the machine changes the first kind of seconds only.
+
+From `suites`: `python -m unit.gradparity.fuzzing.time_to_find --out FILE [NAME …]`. Faults that are not
+named keep what FILE says of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gradparity.cli.fuzz import PRELOAD
+from gradparity.executors.registry import Resources
+from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
+from gradparity.fuzzing.find import Find
+from gradparity.store.store import Entry
+from gradparity.verdict import Verdict
+from unit.gradparity.fuzzing import held_out_faults, vendor_faults
+
+HERE = Path(__file__).parent
+CORES = 2
+START = 12.0
+"""Seconds of the processors until a worker of the command begins its first case: torch is imported twice."""
+WITHIN = 60.0 * CORES - START
+"""So many seconds of the processors has a campaign of a minute on two idle cores."""
+PATIENCE = 15.0
+"""Minutes after which a campaign ends on a machine that has no time for it."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Met:
+    """When a fault was met. `case`: the program's address, "" if none met it; `cases`: how many were judged
+    before; `seconds`: of the clock; `processor_seconds`: of all processes of the campaign.
+    """
+
+    symptom: str
+    case: str
+    cases: int
+    stocks_own: int
+    seconds: float
+    processor_seconds: float
+
+
+def time_to_find(fault: str) -> Met:
+    """Runs a campaign until it meets the fault, or has used as much as a minute on two cores gives."""
+    found: list[Find] = []
+    began, before = time.monotonic(), processor_seconds()
+
+    def listen(summary: FuzzSummary, entry: Entry | None) -> None:
+        found.extend(find for find in (*summary.begun.values(), *summary.finds) if is_wrong(find))
+        if found or processor_seconds() - before > WITHIN:
+            raise KeyboardInterrupt
+
+    resources = Resources(preload=PRELOAD)
+    options = FuzzOptions(place_of(fault), minutes=PATIENCE, processes=CORES, resources=resources)
+    summary = fuzz(options, listen)
+    used, took = processor_seconds() - before, time.monotonic() - began
+    symptom, case = (found[0].row.symptom, found[0].address) if found else ("", "")
+    own = sum(row.stocks_own for row in summary.rows)
+    return Met(symptom, case, summary.cases, own, round(took, 1), round(used, 1))
+
+
+def is_wrong(find: Find) -> bool:
+    """Whether it is more than a refusal."""
+    return find.row.verdict is not Verdict.UNSUPPORTED
+
+
+def place_of(fault: str) -> str:
+    """The subject with this fault. "right" has none."""
+    module = held_out_faults if fault in held_out_faults.FAULTS else vendor_faults
+    return f"compile:{module.__file__}:{fault}"
+
+
+def processor_seconds() -> float:
+    """Of this process and of all that it started, those that ended included."""
+    times, parents = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        parents[int(folder.name)] = int(fields[1])
+        times[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS
+    mine = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    return sum(times[pid] for pid in mine)
+
+
+def main() -> None:
+    """Measures, and writes after each fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", nargs="*", default=[*vendor_faults.FAULTS, *held_out_faults.FAULTS])
+    parser.add_argument("--out", type=Path, required=True)
+    words = parser.parse_args()
+    held = json.loads(words.out.read_text()) if words.out.exists() else {"met": {}}
+    for fault in words.faults:
+        met = time_to_find(fault)
+        held["met"][fault] = asdict(met)
+        held |= {"torch": torch.__version__, "cores": CORES, "held_out": [*held_out_faults.FAULTS]}
+        words.out.write_text(json.dumps(held, indent=1) + "\n")
+        sys.stdout.write(f"{fault} {met}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
