@@ -9,6 +9,7 @@ printed now into the documents.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -20,8 +21,11 @@ from typing import Any
 
 import pytest
 
+import retrograd.aot
+import retrograd.dynamo
 from benchmarks import training_table
 from benchmarks.figures import Table
+from retrograd.config import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
@@ -47,9 +51,29 @@ def of_file(render: Callable[[Table], str]) -> Callable[[str], str]:
     return lambda file: render(Table.of_json((folder / file).read_text()))
 
 
+def options() -> str:
+    """Each option with its values, its default, and the functions that take it."""
+    ways = {
+        "live": [*inspect.signature(retrograd.compiled_autograd).parameters],
+        "Dynamo": retrograd.dynamo.list_options(),
+        "`compile_step`": [*inspect.signature(retrograd.compile_step).parameters],
+        "`aot`": [*inspect.signature(retrograd.aot.function).parameters],
+    }
+    default = retrograd.Config()
+    rows = [["option", "values", "default", *ways], ["---"] * (3 + len(ways))]
+    for name, (_, values) in ALLOWED.items():
+        plain = getattr(default, name)
+        shown = f"`{plain!r}`" if plain != frozenset() else "none"
+        rows.append(
+            [f"`{name}`", values, shown, *("yes" if name in names else "" for names in ways.values())]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "correctness": lambda _: agreement().short(),
     "agreement": lambda _: agreement().whole(),
+    "options": lambda _: options(),
     **{
         name: of_file(getattr(training_table, name))
         for name in ("short", "spread", "goals", "like_eager", "starts")
