@@ -29,6 +29,8 @@ from retrograd.config import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
+#: what a callable takes and returns, in the words of a rule.
+CALLABLE = re.compile(r"\(gm.+")
 EXAMPLE = re.compile(
     r"```(?:sh)?\n(?P<command>gradparity [^`]*)```\n\n"
     r"<!-- output:gradparity -->\n```\n(?P<text>.*?)```\n<!-- /output -->",
@@ -52,21 +54,20 @@ def of_file(render: Callable[[Table], str]) -> Callable[[str], str]:
 
 
 def options() -> str:
-    """Each option with its values, its default, and the functions that take it."""
+    """Each option with its values, its default, and the ways in that take it."""
     ways = {
         "live": [*inspect.signature(retrograd.compiled_autograd).parameters],
         "Dynamo": retrograd.dynamo.list_options(),
-        "`compile_step`": [*inspect.signature(retrograd.compile_step).parameters],
-        "`aot`": [*inspect.signature(retrograd.aot.function).parameters],
+        "step": [*inspect.signature(retrograd.compile_step).parameters],
+        "staged": [*inspect.signature(retrograd.aot.function).parameters],
     }
     default = retrograd.Config()
-    rows = [["option", "values", "default", *ways], ["---"] * (3 + len(ways))]
+    rows = [["option", "values", "default", "on"], ["---"] * 4]
     for name, (_, values) in ALLOWED.items():
         plain = getattr(default, name)
         shown = f"`{plain!r}`" if plain != frozenset() else "none"
-        rows.append(
-            [f"`{name}`", values, shown, *("yes" if name in names else "" for names in ways.values())]
-        )
+        taken_by = ", ".join(way for way, names in ways.items() if name in names)
+        rows.append([f"`{name}`", CALLABLE.sub(r"`\g<0>`", values), shown, taken_by])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
