@@ -178,13 +178,14 @@ def findings(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
-    """Lint, formatting, docstrings, workflows (`-- --fix` repairs what can be repaired)."""
+    """Lint, formatting, docstrings, spelling, English, workflows (`-- --fix` repairs what it can)."""
     session.install(*PINS, "-r", "requirements/lint.txt")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []))
     session.run("ruff", "format", *([] if fix else ["--check"]))
     session.run("ruff", "check", "--preview", "--select", DOCSTRINGS, "packages", "harness")
     session.run("codespell", *SPELLED)
+    session.run("python", "suites/whole_repo/prose.py")
     workflows = sorted(str(path) for path in pathlib.Path(".github/workflows").glob("*.yml"))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     session.run("zizmor", "--offline", "--no-progress", "--config", ".github/zizmor.yml", *workflows)

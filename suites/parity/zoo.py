@@ -35,8 +35,8 @@ stand in `suites/parity`, and `python suites/parity/zoo.py` makes this page.
 A model that agrees or is set aside under every subject, and fell back under none, is only counted. *Set
 aside*: eager does not repeat its own result, or is too far from float64 to judge by, or raises: a small
 model of each architecture is made by rules, not chosen. *Stock's own*: the forward that Dynamo
-made shows the same difference with torch's own backward, or stock's Inductor is as far from float64. What
-else diverges stands in `suites/parity/expected.toml`, with its reason.
+made shows the same difference with torch's own backward, or stock's Inductor is as far from float64. All
+other divergences are listed in `suites/parity/expected.toml`, with their reasons.
 """
 
 

@@ -32,7 +32,8 @@ BLOCK = re.compile(
 BETWEEN = "-- the next block --"
 LONGEST = 200
 #: the most words that a document may have, and the most lines.
-GUIDES = sorted(page for name in ("guides", "tutorials") for page in (ROOT / "docs" / name).glob("*.md"))
+KINDS = ("guides", "tutorials", "explanations")
+GUIDES = sorted(page for name in KINDS for page in (ROOT / "docs" / name).glob("*.md"))
 ECOSYSTEM = sorted((ROOT / "docs/ecosystem").glob("*.md"))
 MOST = {
     "README.md": (900, 200),

@@ -45,3 +45,11 @@ def test_every_code_is_explained() -> None:
 
 def test_every_internal_code_is_one_that_there_is() -> None:
     assert {code for code, _ in codes()} >= INTERNAL
+
+
+def test_every_code_of_the_tables_is_one_that_there_is() -> None:
+    rows = re.findall(r"^\| (`[a-z`, -]+`) \|", LIMITS.read_text(), re.MULTILINE)
+    listed = {code for row in rows for code in re.findall(r"`([a-z-]+)`", row)}
+    sources = "".join(path.read_text() for path in HOME.rglob("*.py"))
+    assert len(listed) > 50
+    assert {code for code in listed if f'"{code}"' not in sources} == set()

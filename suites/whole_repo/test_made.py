@@ -9,6 +9,7 @@ printed now into the documents.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -20,12 +21,17 @@ from typing import Any
 
 import pytest
 
+import retrograd.aot
+import retrograd.dynamo
 from benchmarks import training_table
 from benchmarks.figures import Table
 from ecosystem import pages
+from retrograd.config import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
+#: what a callable takes and returns, in the words of a rule.
+CALLABLE = re.compile(r"\(gm.+")
 EXAMPLE = re.compile(
     r"```(?:sh)?\n(?P<command>gradparity [^`]*)```\n\n"
     r"<!-- output:gradparity -->\n```\n(?P<text>.*?)```\n<!-- /output -->",
@@ -48,11 +54,30 @@ def of_file(render: Callable[[Table], str]) -> Callable[[str], str]:
     return lambda file: render(Table.of_json((folder / file).read_text()))
 
 
+def options() -> str:
+    """Each option with its values, its default, and the ways in that take it."""
+    ways = {
+        "live": [*inspect.signature(retrograd.compiled_autograd).parameters],
+        "Dynamo": retrograd.dynamo.list_options(),
+        "step": [*inspect.signature(retrograd.compile_step).parameters],
+        "staged": [*inspect.signature(retrograd.aot.function).parameters],
+    }
+    default = retrograd.Config()
+    rows = [["option", "values", "default", "on"], ["---"] * 4]
+    for name, (_, values) in ALLOWED.items():
+        plain = getattr(default, name)
+        shown = f"`{plain!r}`" if plain != frozenset() else "none"
+        taken_by = ", ".join(way for way, names in ways.items() if name in names)
+        rows.append([f"`{name}`", CALLABLE.sub(r"`\g<0>`", values), shown, taken_by])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "correctness": lambda _: agreement().short(),
     "agreement": lambda _: agreement().whole(),
     "example": pages.code,
     "gains": pages.gains,
+    "options": lambda _: options(),
     **{
         name: of_file(getattr(training_table, name))
         for name in ("short", "spread", "goals", "like_eager", "starts")

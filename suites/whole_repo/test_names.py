@@ -103,7 +103,7 @@ def missing_paths(text: str, document: Path) -> Iterator[str]:
     for word in [*words, *LINK.findall(text)]:
         parts = [part for part in word.strip("/").split("/") if not stands_for_another(part)]
         place = "/".join(parts)
-        if "*" in place or word.startswith("repro_") or not place or place in MADE:
+        if "*" in place or word.startswith("repro_") or not place or place.removeprefix("../") in MADE:
             continue
         nearby = any((base / place).exists() for base in (document.parent, *BASES))
         anywhere = "/" not in place and any(next(base.rglob(place), None) for base in BASES[1:])
