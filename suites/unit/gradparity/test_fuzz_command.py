@@ -68,9 +68,9 @@ def test_usage_errors_are_4() -> None:
     assert invoke("fuzz", "-s", "eager", "--cases", "1", "--policy", "luck").exit_code == 4
 
 
-def test_a_file_without_a_function_is_a_usage_error_with_a_hint() -> None:
+def test_a_file_that_is_not_there_is_a_usage_error_with_a_hint() -> None:
     result = invoke(*FUZZ, "-s", "mine.py", "--cases", "1")
-    assert (result.exit_code, "did you mean  mine.py:FUNCTION?" in result.stderr) == (4, True), result.output
+    assert (result.exit_code, "compile:FILE.py:FUNCTION" in result.stderr) == (4, True), result.output
 
 
 def test_a_find_is_told_before_it_is_made_smaller_and_the_ending_lists_it(tmp_path: Path) -> None:

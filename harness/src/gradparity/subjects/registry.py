@@ -150,8 +150,6 @@ def _compile(name: str, backend: str) -> Subject:
         with _explained(place):
             function_at(place)
         return StockCompile(name, place, own_random)
-    if place.endswith(".py"):
-        raise UnknownNameError("torch.compile backend", place, [f"{place}:FUNCTION"], "no function is named")
     return StockCompile(name, _registered(place), own_random)
 
 
