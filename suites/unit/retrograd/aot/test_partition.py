@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,6 +180,49 @@ def test_users_say_what_must_be_computed_again() -> None:
     parts = aot.partition(joint, "min_cut")
     assert saved(parts) == ["primals_0 primal", "primals_1 primal"]
     assert aten.mm.default in calls(parts.backwards[0].gm)
+
+
+def checkpointed(x: Tensor, wide: Tensor, bias: Tensor, narrow: Tensor) -> Tensor:
+    def layer(x: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.gelu(nn.functional.linear(x, wide, bias)), narrow)
+
+    return checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+
+
+def checkpointed_and_not(x: Tensor, wide: Tensor, bias: Tensor, narrow: Tensor) -> Tensor:
+    inside = checkpoint(lambda x: nn.functional.linear(x, wide, bias).sigmoid() * 2, x, use_reentrant=False)
+    return nn.functional.linear(inside.mul(nn.functional.linear(x, wide, bias).exp().exp()), narrow)
+
+
+def of_a_layer() -> list[Tensor]:
+    return [leaf(3, 4), leaf(6, 4, seed=5), leaf(6, seed=6), leaf(4, 6, seed=7)]
+
+
+@pytest.mark.parametrize("policy", ["min_cut", "save_all", "recompute_all"])
+def test_of_a_checkpoint_nothing_is_saved_but_what_enters_it(policy: str) -> None:
+    """The bias, too: eager reads it in the backward, though no node has saved it."""
+    parts = aot.partition(captured(checkpointed, *of_a_layer()), policy)
+    assert [value.kind for value in parts.saved if value.name.startswith("gelu")] == []
+    between = [value for value in parts.saved if value.kind is not SavedKind.PRIMAL]
+    assert [tuple(value.value.shape) for value in between] == ([] if policy == "recompute_all" else [(3, 4)])
+
+
+@pytest.mark.parametrize("program", [checkpointed, checkpointed_and_not])
+@pytest.mark.parametrize("policy", ["min_cut", "save_all"])
+def test_a_checkpoint_reads_a_bias_as_it_is_in_the_backward(
+    program: Callable[..., Tensor], policy: str
+) -> None:
+    """Of the same bias, a call outside of the checkpoint has seen the value in the forward."""
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        inputs = of_a_layer()
+        loss = run(*inputs).square().sum()
+        with torch.no_grad():
+            inputs[2].mul_(3)
+        return torch.autograd.grad(loss, inputs)
+
+    ours = gradients(aot.function(program, backend="eager", partitioner=policy))
+    assert all(map(torch.equal, ours, gradients(program)))
 
 
 def test_a_policy_of_a_checkpoint_sees_values_and_the_innermost_decides() -> None:

@@ -67,6 +67,11 @@ class Memory:
             be two outputs.)
         kept_by_eager: the owners that eager keeps alive, because the backward reads an alias of them.
         unkept: owners that the user can reach, and so overwrite, and that eager does not keep alive.
+        checkpointed: the calls inside checkpoints, which eager makes again in the backward.
+        reread: owners that such calls read. Eager reads them as they are when the backward runs.
+        unlike_forward: the checkpointed calls that give another result in the backward if the user has
+            overwritten what they depend on.
+        exits: those of them whose results eager keeps, for other nodes or for another checkpoint.
     """
 
     def __init__(self, gm: fx.GraphModule, signature: JointSignature) -> None:
@@ -78,7 +83,8 @@ class Memory:
         for i, node in enumerate(results[:count]):
             if isinstance(node, fx.Node):
                 self.outputs.setdefault(node, i)
-        inside = {node for node in gm.graph.nodes if is_recomputed(node) and "ac_graph_id" in node.meta}
+        nodes = gm.graph.nodes
+        self.checkpointed = inside = {n for n in nodes if is_recomputed(n) and "ac_graph_id" in n.meta}
         numbers = {node.meta.get("seq_nr") for node in inside}
         kept = [
             value
@@ -89,15 +95,38 @@ class Memory:
         kept += [node for node in results[count:] if isinstance(node, fx.Node)]
         self.kept_by_eager = frozenset[fx.Node]().union(*(owners[node] for node in kept))
         self.unkept = self.of(*self.primals, *self.outputs) - self.kept_by_eager
+        read = [(node, value) for node in inside for value in node.all_input_nodes]
+        self.reread = self.of(*(value for _, value in read)) - inside
+        groups = {node: node.meta["ac_graph_id"] for node in inside}
+        exits = inside.intersection(kept) | {
+            value for node, value in read if value in inside and groups[value] != groups[node]
+        }
+        self.unlike_forward: set[fx.Node] = set()
+        for node in nodes:
+            if node in inside and any(
+                (one in self.unlike_forward and one not in exits) or self.is_overwritable(one)
+                for one in node.all_input_nodes
+            ):
+                self.unlike_forward.add(node)
+        self.exits = exits & self.unlike_forward
 
     def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
         """The owners of all memory that `nodes` share. A node added since the analysis owns its memory."""
         return frozenset[fx.Node]().union(*(self.owners.get(node, (node,)) for node in nodes))
 
-    def is_forbidden(self, node: fx.Node) -> bool:
-        """Whether saving the value is unsafe: the user may overwrite its memory, and eager would not have
-        saved it."""
+    def is_overwritable(self, node: fx.Node) -> bool:
+        """Whether the user may overwrite the value's memory before the backward, because eager does not save
+        it."""
         return not self.unkept.isdisjoint(self.owners[node]) and not is_number(node)
+
+    def is_reread(self, node: fx.Node) -> bool:
+        """Whether the user may overwrite the value's memory, and eager then reads the new value."""
+        return self.is_overwritable(node) and self.reread.issuperset(self.owners[node] & self.unkept)
+
+    def is_forbidden(self, node: fx.Node) -> bool:
+        """Whether saving the value is unsafe: the user may overwrite its memory, and eager would not read it
+        in the backward."""
+        return self.is_overwritable(node) and not self.is_reread(node)
 
 
 def gradients_of(joint: JointValues, region: int) -> list[fx.Node]:

@@ -65,7 +65,8 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     memory = Memory(copy.gm, copy.signature)
     chosen = choose_saved(copy, memory, policy)
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
-    result = _Division(copy, memory, chosen, copies).partition()
+    reread = frozenset(filter(memory.is_reread, () if policy == "recompute_all" else memory.primals))
+    result = _Division(copy, memory, chosen, copies, reread).partition()
     unread = overwritten_unread(joint) if joint.updates and joint.signature.regions else ()
     let_go = released(joint, result.saved, result.backwards)
     return replace(result, joint=joint, overwritten=frozenset(unread), released=let_go)
@@ -77,6 +78,7 @@ class _Division:
     memory: Memory
     chosen: set[fx.Node]
     copies: frozenset[fx.Node]
+    reread: frozenset[fx.Node]
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sizes: dict[tuple[int, int], fx.Node] = field(default_factory=dict)
 
@@ -186,7 +188,8 @@ class _Division:
                 extra.append(copied_call(node) if is_own and node not in places else node)
                 is_view = not (is_own or taken.isdisjoint(owners))
                 taken |= owners
-            described.append(Saved(node.name, kind, place, value, by_eager, is_view))
+            reread = kind is SavedKind.PRIMAL and node in self.reread
+            described.append(Saved(node.name, kind, place, value, by_eager, is_view, reread))
         effects = [node for node in graph.nodes if not is_backward(node) and has_effect(node)]
         forward = extract(self.joint.gm, self.primals, [*results, *extra], "forward", also=effects)
         return finished_forward(forward, len(results)), tuple(described)

@@ -39,7 +39,7 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         VerificationError: the user's partitioner saves something that the forward does not compute.
     """
     if policy == "save_all":
-        return _without_marked(_read(joint))
+        return _without(set(filter(is_recomputed, joint.gm.graph.nodes)) - memory.exits, _read(joint))
     if policy == "recompute_all":
         must = CheckpointPolicy.MUST_SAVE
         kept = {node for node in joint.gm.graph.nodes if node.meta.get("recompute") is must}
@@ -51,11 +51,19 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         with _copies_offered(joint, memory, of_all=is_short) as copied:
             saved = {copied.get(node, node) for node in _cut(joint, Memory(joint.gm, joint.signature))}
         lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
-        return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
+        return (
+            saved | _read_by_strides(joint, memory)
+            if lawful
+            else _without(memory.checkpointed - memory.exits, _read(joint))
+        )
     assert callable(policy)
     saved = _cut(joint, memory, policy)
     lawful = not any(map(memory.is_forbidden, saved))
-    return saved | _read_by_strides(joint, memory) if lawful else _read(joint)
+    return (
+        saved | _read_by_strides(joint, memory)
+        if lawful
+        else _without(memory.checkpointed - memory.exits, _read(joint))
+    )
 
 
 def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
@@ -93,9 +101,11 @@ def _copies_offered(joint: JointValues, memory: Memory, of_all: bool) -> Iterato
     for node in list(graph.nodes):
         if node.op != "call_function" or is_backward(node) or has_effect(node) or reads_memory(node):
             continue
+        if node in memory.checkpointed:  # reads the value itself, as in eager
+            continue
         for value in node.all_input_nodes:
             is_tensor = isinstance(value.meta.get("val"), torch.Tensor)
-            if is_tensor and memory.is_forbidden(value) and (of_all or _makes_more(node, value)):
+            if is_tensor and memory.is_overwritable(value) and (of_all or _makes_more(node, value)):
                 if value not in first:
                     first[value] = copy = copied_call(value, node)
                     copied[copy] = value
@@ -120,28 +130,35 @@ def _read(joint: JointValues) -> set[fx.Node]:
     return {value for value in read_by_backward(joint.gm) if not reaching[value]}
 
 
-def _without_marked(saved: set[fx.Node]) -> set[fx.Node]:
-    """`saved`, with each value that the user marked for recomputation replaced by the values it needs."""
-    found = reached(saved, lambda node: node.all_input_nodes if is_recomputed(node) else ())
-    return {node for node in found if not is_recomputed(node)}
+def _without(recomputed: set[fx.Node], saved: set[fx.Node]) -> set[fx.Node]:
+    """`saved`, with each value in `recomputed` replaced by the values it is computed from."""
+    found = reached(saved, lambda node: node.all_input_nodes if node in recomputed else ())
+    return {node for node in found if node not in recomputed}
 
 
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
-    """The calls that the backward must not recompute: those that read memory which eager would not save, and
-    those that draw random numbers, unless the user asks for their recomputation."""
+    """The calls that the backward must not recompute: those that read memory which eager would not save,
+    unless eager recomputes them too, and those that draw random numbers, unless the user asks for it."""
+    unlike_forward = memory.unlike_forward - memory.exits
     return frozenset(
         node.name
         for node in joint.gm.graph.nodes
         if node.op == "call_function"
         and not is_backward(node)
-        and not (draws_random_numbers(node) and is_recomputed(node))
-        and (draws_random_numbers(node) or _reads_forbidden(node, memory))
+        and (
+            (draws_random_numbers(node) and not is_recomputed(node))
+            or node in memory.exits
+            or (
+                node not in memory.checkpointed
+                and (_reads_overwritable(node, memory) or not unlike_forward.isdisjoint(node.all_input_nodes))
+            )
+        )
     )
 
 
-def _reads_forbidden(node: fx.Node, memory: Memory) -> bool:
-    """Whether a call reads memory that must not be saved, and its result does not share that memory."""
-    return not memory.is_forbidden(node) and any(map(memory.is_forbidden, node.all_input_nodes))
+def _reads_overwritable(node: fx.Node, memory: Memory) -> bool:
+    """Whether a call reads memory that the user may overwrite, and its result does not share that memory."""
+    return not memory.is_overwritable(node) and any(map(memory.is_overwritable, node.all_input_nodes))
 
 
 def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:

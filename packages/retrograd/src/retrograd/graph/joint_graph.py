@@ -353,6 +353,8 @@ class Saved:
         value: fake tensor, or symbolic number.
         by_eager: whether eager saves it too, so that the user must not modify it before the backward.
         is_view: whether it shares memory with an input, an output or another saved value.
+        reread: whether eager reads it in a checkpoint, as it is then: the user may modify it until the
+            backward.
     """
 
     name: str
@@ -361,6 +363,12 @@ class Saved:
     value: Any
     by_eager: bool
     is_view: bool = False
+    reread: bool = False
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether it is held without its version: a number, or what a checkpoint reads."""
+        return self.is_number or self.reread
 
     @property
     def is_number(self) -> bool:

@@ -107,8 +107,8 @@ class Attaching:
         value_of = [boundary.value for boundary in signature.boundaries]
         first = self._layout.values
         saved = [partition.saved[i] for i in partition.backwards[number].saved]
-        held = [s for s in saved if s.is_number or code.frees_nothing]
-        tensors = [] if code.frees_nothing else [s for s in saved if not s.is_number]
+        held = [s for s in saved if s.is_unchecked or code.frees_nothing]
+        tensors = [] if code.frees_nothing else [s for s in saved if not s.is_unchecked]
         checked = partition.backwards[number].checked
         versioned = *tensors, *checked
         wrappers = dict.fromkeys(w for s in versioned for w in self._layout.wrapper_of(s, partition.joint))

@@ -108,7 +108,7 @@ class RegionCode:
         self._made = {i: entry.place for i, entry in enumerate(saved) if entry.kind is SavedKind.INTERMEDIATE}
         #: True if saved values are held like plain attributes of a context: eager's nodes free nothing.
         self.frees_nothing = not (region.saves or self._backward.checked or config.cudagraphs)
-        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_number or self.frees_nothing)
+        self._numbers = tuple(i for i, entry in enumerate(saved) if entry.is_unchecked or self.frees_nothing)
         self._tensors = len(saved) - len(self._numbers)
         self.follows_layout = isinstance(backend, AtenBackend)
         self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
