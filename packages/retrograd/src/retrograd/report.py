@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -258,8 +259,9 @@ class Report:
             warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
     def __reduce__(self) -> Any:
-        """References to the process-wide report are copied and pickled as references, by its name."""
-        return "process_report" if self is process_report else super().__reduce__()
+        """References to the process-wide report are copied and pickled as references, by its name. A copy of
+        another report, which a compiled callable takes along, is empty."""
+        return "process_report" if self is process_report else (partial(Report, above=self.above), ())
 
     def clear(self) -> None:
         """Remove all entries."""

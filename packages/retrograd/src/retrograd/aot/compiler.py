@@ -260,15 +260,18 @@ def run_stages(  # noqa: PLR0913 - all stages together need these
     with report.compiling(f"compiling {state.name}"):
         code = compile_with(parts, config, report, lazy, None if is_known else kept)
     report.compiled(_described(parts, ended_by))
-    _log(parts)
+    _log(parts, is_known)
     return code
 
 
-def _log(partition: Partition) -> None:
-    """Write the graphs into the log and into torch's structured trace."""
+def _log(partition: Partition, is_known: bool) -> None:
+    """Write the graphs into the log and into torch's structured trace. The trace leaves out a partition that
+    was read from a file: its graphs would have to be decoded, or captured again, for that."""
     joint: Any = partition.joint
     if AOT_LOGS["graph"].isEnabledFor(logging.DEBUG):
         AOT_LOGS["graph"].debug("%s\n%s", joint.state.name, joint.print_readable())
+    if is_known:
+        return
     artifact("retrograd_joint_graph", joint.print_readable)
     halves = ["forward", *(f"backward_{number}" for number in range(len(partition.backwards)))]
     for name, graph in zip(halves, partition.graphs, strict=True):

@@ -43,14 +43,14 @@ class CaptureStream(torch.cuda.Stream):
     waits for it."""
 
 
-class _Here(threading.local):
+class _ThreadStreams(threading.local):
     """This thread's sequence number when we last looked, and the streams that its plan waits for."""
 
     number = -1
     ordered: frozenset[_Key] = frozenset()
 
 
-_here = _Here()
+_here = _ThreadStreams()
 
 
 def next_sequence_number() -> int:
