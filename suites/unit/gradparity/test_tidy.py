@@ -52,7 +52,7 @@ def test_a_program_that_ran_leaves_no_tensors() -> None:
 
 @pytest.mark.parametrize("policy", ["islands", "functions", "hooks"])
 def test_a_drawing_leaves_no_tensors(policy: str) -> None:
-    seeds = iter(range(10, 16))  # none has a hook that packs a result as itself: torch never frees such a cycle
+    seeds = iter(range(10, 16))  # others have hooks that pack a result as itself, a cycle that torch keeps
 
     def run() -> None:
         drawn(policy, next(seeds))
