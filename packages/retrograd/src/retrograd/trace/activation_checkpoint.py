@@ -201,7 +201,8 @@ class Marking(TorchDispatchMode):
         if "recompute" not in current_notes():  # the graph's own mark takes precedence
             for node in made:  # the innermost checkpoint writes last and wins
                 if node.op == "call_function":
-                    node.meta["recompute"], node.meta["ac_graph_id"] = policy, self._group
+                    node.meta["recompute"] = policy
+                    node.meta.setdefault("ac_graph_id", self._group)  # eager recomputes the outermost whole
         return result
 
 
