@@ -34,7 +34,7 @@ class Trainee:
     """A process that trains by one way, and waits between its turns."""
 
     def __init__(self, way: str, process: subprocess.Popen[str], said: IO[str]) -> None:
-        self.way, self._process, self._fingerprint = way, process, said
+        self.way, self._process, self._said = way, process, said
 
     def answer(self) -> Any:
         """What it says next; None if it has ended, and what it said last is printed."""
@@ -43,7 +43,7 @@ class Trainee:
         if line:
             return json.loads(line)
         self._process.wait()
-        self._fingerprint.seek(0)
+        self._said.seek(0)
         print(f"{self.way} failed:\n{self._said.read()[-2000:]}", file=sys.stderr, flush=True)
         return None
 
