@@ -16,7 +16,6 @@ from browser.exhibits import BROWSER, LEAF, TIMELINES, WITHOUT
 from gradparity.html.page import write_page
 from gradparity.verdict import Row, Verdict
 
-api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 
 WIDTHS = (360, 800, 1600)
@@ -45,14 +44,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_page(ROWS, path)
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ chromium and playwright: `nox -s browser`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import retrograd
 from browser.exhibits import BROWSER, WITHOUT
 
-api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=WITHOUT)
 
 COLOURS = {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
@@ -33,14 +31,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found.notes[retrograd.errors.Reason("a-note", "z" * 300, "live.run")] = None
     found.save_html(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.mark.parametrize("width", [400, 1400])

@@ -13,26 +13,23 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
-import torch.multiprocessing
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.distributed_c10d import _coalescing_manager, _resolve_process_group
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
+from distributed.group import joined, spawned
 
 #: of a collective: a tensor, the name of its group, and whether the program waits by a handle.
 Operator = Callable[[Tensor, str, bool], Tensor]
@@ -259,16 +256,8 @@ def run(way: str, program: Program, device: torch.device, steps: int) -> list[Te
 
 def compare(rank: int, ranks: int, rendezvous: str, ways: Sequence[str], operators: Sequence[str]) -> None:
     """Run on one rank: each way must give eager's bits; code of Inductor's, values as close as usual."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    on_gpu = torch.cuda.device_count() >= ranks
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend = "nccl" if on_gpu else "gloo"
-    meeting, limit = f"file://{rendezvous}", datetime.timedelta(seconds=60)
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=limit)
-    try:
+    with joined(rank, ranks, rendezvous, datetime.timedelta(seconds=60)) as device:
         other = dist.new_group([*range(ranks)])
         programs = {op.__name__: in_function(op, other.group_name) for op in OPERATORS}
         wrong = []
@@ -280,8 +269,6 @@ def compare(rank: int, ranks: int, rendezvous: str, ways: Sequence[str], operato
                 if len(found) != len(eager) or not all(map(same, found, eager)):
                     wrong.append(f"{name} under {way}")
         assert not wrong, wrong
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -290,10 +277,7 @@ def main() -> None:
     parser.add_argument("--ways", default="compile,aten,inductor,backend,step,aot,live")
     parser.add_argument("--operators", default=",".join(one.__name__ for one in OPERATORS))
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.fspath(Path(folder) / "rendezvous")
-        arguments = (RANKS, meeting, chosen.ways.split(","), chosen.operators.split(","))
-        torch.multiprocessing.spawn(compare, args=arguments, nprocs=RANKS)
+    spawned(compare, RANKS, chosen.ways.split(","), chosen.operators.split(","))
     sys.stdout.write("all equal eager\n")
 
 

@@ -13,10 +13,8 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograd
+from distributed.group import joined, spawned
 
 RANKS = 2
 Context = contextlib.AbstractContextManager[object]
@@ -208,32 +206,20 @@ def measure(trainees: dict[str, Trainee], rounds: int) -> dict[str, dict[str, fl
     return found
 
 
-def run(rank: int, rendezvous: str, sizes: argparse.Namespace) -> None:
+def run(rank: int, ranks: int, rendezvous: str, sizes: argparse.Namespace) -> None:
     """Measure on one rank; the first writes the file."""
-    on_gpu = torch.cuda.device_count() >= RANKS
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    meeting = f"file://{rendezvous}"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=meeting,
-        rank=rank,
-        world_size=RANKS,
-        device_id=device if on_gpu else None,
-    )
     found = {}
-    for wrapper in sizes.wrappers.split(","):
-        trainees = {way: Trainee(way, wrapper, sizes, device) for way in sizes.ways.split(";")}
-        found[wrapper] = measure(trainees, sizes.rounds)
-        del trainees
-        torch._dynamo.reset()
+    with joined(rank, ranks, rendezvous) as device:
+        for wrapper in sizes.wrappers.split(","):
+            trainees = {way: Trainee(way, wrapper, sizes, device) for way in sizes.ways.split(";")}
+            found[wrapper] = measure(trainees, sizes.rounds)
+            del trainees
+            torch._dynamo.reset()
     if rank == 0:
-        name = torch.cuda.get_device_name(0) if on_gpu else "CPU"
+        name = torch.cuda.get_device_name(0) if device.type == "cuda" else "CPU"
         shape = {name: getattr(sizes, name) for name in ("layers", "width", "vocabulary", "batch", "length")}
-        table = {"device": f"{RANKS} × {name}", "torch": torch.__version__, "model": shape, "found": found}
+        table = {"device": f"{ranks} × {name}", "torch": torch.__version__, "model": shape, "found": found}
         Path(sizes.out).write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -246,9 +232,7 @@ def main() -> None:
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     sizes = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.fspath(Path(folder) / "rendezvous")
-        torch.multiprocessing.spawn(run, args=(meeting, sizes), nprocs=RANKS)
+    spawned(run, RANKS, sizes)
     sys.stdout.write(Path(sizes.out).read_text())
 
 

@@ -7,9 +7,7 @@ an assertion that fails in the parent too.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -76,8 +74,3 @@ def compare(rank: int, ranks: int, rendezvous: str, wrapper: str, backend: str) 
         assert (runs, codes) == ((2, set()) if wrapper == "fsdp2" else (0, {"capture-failed"}))
     finally:
         dist.destroy_process_group()
-
-
-def rendezvous_file(folder: Path) -> str:
-    """A file that the ranks meet at; it must not exist yet."""
-    return os.fspath(folder / "rendezvous")

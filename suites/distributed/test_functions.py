@@ -6,21 +6,15 @@ records the collective without the wait.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch.multiprocessing
 
 from distributed.functions import OPERATORS, RANKS, compare
-from distributed.ranks import rendezvous_file
+from distributed.group import spawned
 
 ALL = [operator.__name__ for operator in OPERATORS]
 SOME = ["all_reduce", "all_gather_into_tensor", "coalesced", "future", "of_torch"]
 
 
 @pytest.mark.parametrize(("ways", "operators"), [(["compile"], ALL), (["aot", "step", "live"], SOME)])
-def test_a_collective_in_a_function_is_waited_for(
-    ways: list[str], operators: list[str], tmp_path: Path
-) -> None:
-    arguments = (RANKS, rendezvous_file(tmp_path), ways, operators)
-    torch.multiprocessing.spawn(compare, args=arguments, nprocs=RANKS)
+def test_a_collective_in_a_function_is_waited_for(ways: list[str], operators: list[str]) -> None:
+    spawned(compare, RANKS, ways, operators)

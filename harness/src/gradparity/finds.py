@@ -49,8 +49,7 @@ class Named:
 
     def checks(self, given: Iterable[str] | None) -> tuple[str, ...]:
         """The checks that are given; without any, the one that found what a store holds."""
-        found = self.recorded.check if self.recorded is not None else ""
-        return tuple(given or ()) or ((found,) if found else ())
+        return tuple(given or ()) or (self.recorded.checks if self.recorded is not None else ())
 
 
 @dataclass(frozen=True)

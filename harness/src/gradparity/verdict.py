@@ -111,6 +111,11 @@ class Row:
         return self.verdict.is_divergence and not (self.set_aside or self.stocks_own)
 
     @property
+    def checks(self) -> tuple[str, ...]:
+        """The check that found it, if one did: what it takes to find it again."""
+        return (self.check,) if self.check else ()
+
+    @property
     def where(self) -> str:
         """Which stage is to blame, in words: what an ablation found; without one, what the subject does
         that the stock stage before it does not, or the stock stage that diverges without the subject.

@@ -203,7 +203,7 @@ def with_ablation(row: Row, program: Program, device: torch.device, stock: str =
     """The row, which is not stock's own, with the stage and the operator that break the case. The stage comes
     after the one that is called `stock`.
     """
-    asked = partial(compared, checks=(row.check,) if row.check else ())
+    asked = partial(compared, checks=row.checks)
     found = ablate(program, row.subject, device, beyond=stock, asked=asked)
     shown = {**row.exhibit, "ablation": found.to_json()}
     row = replace(row, stage=found.stage or row.stage, operator=found.operator, exhibit=shown)

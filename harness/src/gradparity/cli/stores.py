@@ -95,8 +95,7 @@ def replay(
         refuse_imports(chosen, source, trust)
         where = options.device_name(device)
         tasks = [
-            Task.of(Case.parse(row.case, row.seed), row.subject, where, checks=(row.check,) * bool(row.check))
-            for row in chosen
+            Task.of(Case.parse(row.case, row.seed), row.subject, where, checks=row.checks) for row in chosen
         ]
         for row, data in zip(chosen, apart(tasks, timeout), strict=True):
             now = Row.from_json(data)

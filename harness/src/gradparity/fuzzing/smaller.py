@@ -139,8 +139,7 @@ class Smaller:
         if not self._may_run(f"confirmed {subject}", script, limit):
             return self._find.row
         program, device = scripted(self._case, script), torch.device(self._effort.device)
-        check = self._find.row.check
-        row = judged(program, self._subject(subject), device, (check,) if check else ())
+        row = judged(program, self._subject(subject), device, self._find.row.checks)
         return row if signature_of(row) == signature_of(self._find.row) else self._find.row
 
     def _subject(self, name: str) -> Subject:

@@ -125,11 +125,12 @@ def _case(
             first = shown if device.type == "cpu" and case.seed == 0 else None
             program = scripted(case, script)
             found = compare(program, subject, device, confirm=False, first=first)
-            is_news = found.row.is_find and _is_news(case, script, found.row, task, known)
-            found = confirmed(program, found, device) if is_news else found
+            if is_news := _is_news(case, script, found.row, task, known):
+                found = confirmed(program, found, device)
         with suppress(CaseTimeout), alarm(task.timeout):
-            found = with_checks(found, program, subject, device, task.checks)
-        is_news = is_news or (found.row.is_find and _is_news(case, script, found.row, task, known))
+            checked = with_checks(found, program, subject, device, task.checks)
+            if checked is not found:
+                found, is_news = checked, _is_news(case, script, checked.row, task, known)
         row = replace(found.row, exhibit=exhibit(found))
     except CaseTimeout as error:
         row = row_of(case, subject.name, Verdict.TIMEOUT, "timeout", str(error))
@@ -153,9 +154,11 @@ def _case(
 
 
 def _is_news(case: Case, script: Script, row: Row, task: FuzzTask, known: list[Signature]) -> bool:
-    """Whether nothing known covers it, and it is looked into: if so many are known that look like it, only
-    some of them are.
+    """Whether it is a find that nothing known covers, and it is looked into: if so many are known that look
+    like it, only some of them are.
     """
+    if not row.is_find:
+        return False
     signature = signature_of(row, features(script))
     alike = sum(item.coarse == signature.coarse for item in known)
     is_tiring = task.shrink_seconds > 0 and alike >= ENOUGH and (case.index or 0) % ONE_IN

@@ -27,13 +27,12 @@ def still_diverges(
 ) -> Question:
     """Whether a script diverges as the comparison `found` did."""
     wanted, raised = signature_of(found.row), _raised(found)
-    checks = (found.row.check,) if found.row.check else ()
     knows_stage = subject.name == found.row.subject and wanted.stage
 
     def asked(script: Script) -> bool:
         try:
             with alarm(timeout):
-                other = compared(scripted(case, script), subject, device, checks, confirm=False)
+                other = compared(scripted(case, script), subject, device, found.row.checks, confirm=False)
         except (CaseTimeout, Exception):  # out of time, or so odd that it cannot be judged
             return False
         shown = signature_of(other.row if knows_stage else replace(other.row, stage=wanted.stage))

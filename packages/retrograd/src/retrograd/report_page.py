@@ -7,6 +7,7 @@ network. The template ``report_page.html`` has the words and the colours.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,10 +74,7 @@ def _accumulated(leaves: Sequence[str]) -> Iterator[Row]:
 
 def _with_counts(names: Sequence[str]) -> tuple[str, ...]:
     """The names, each run of equal ones as one with a count."""
-    runs: list[tuple[str, int]] = []
-    for name in names:
-        same = runs and runs[-1][0] == name
-        runs[-1:] = [(name, runs[-1][1] + 1)] if same else [*runs[-1:], (name, 1)]
+    runs = ((name, len([*equal])) for name, equal in itertools.groupby(names))
     return tuple(name if count == 1 else f"{name} ×{count}" for name, count in runs)
 
 

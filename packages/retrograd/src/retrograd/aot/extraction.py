@@ -71,7 +71,7 @@ class Memory:
         reread: owners that such calls read. Eager reads them as they are when the backward runs.
         unlike_forward: the checkpointed calls that give another result in the backward if the user has
             overwritten what they depend on.
-        exits: those of them whose results eager keeps, for other nodes or for another checkpoint.
+        exits: calls like these, whose results eager keeps, for other nodes or for another checkpoint.
     """
 
     def __init__(self, gm: fx.GraphModule, signature: JointSignature) -> None:
@@ -101,14 +101,11 @@ class Memory:
         exits = inside.intersection(kept) | {
             value for node, value in read if value in inside and groups[value] != groups[node]
         }
-        self.unlike_forward: set[fx.Node] = set()
+        self.unlike_forward, self.exits = set[fx.Node](), set[fx.Node]()
         for node in nodes:
-            if node in inside and any(
-                (one in self.unlike_forward and one not in exits) or self.is_overwritable(one)
-                for one in node.all_input_nodes
-            ):
-                self.unlike_forward.add(node)
-        self.exits = exits & self.unlike_forward
+            inputs = node.all_input_nodes if node in inside else ()
+            if any(one in self.unlike_forward or self.is_overwritable(one) for one in inputs):
+                (self.exits if node in exits else self.unlike_forward).add(node)
 
     def of(self, *nodes: fx.Node) -> frozenset[fx.Node]:
         """The owners of all memory that `nodes` share. A node added since the analysis owns its memory."""

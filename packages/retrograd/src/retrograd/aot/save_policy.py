@@ -51,19 +51,13 @@ def choose_saved(joint: JointValues, memory: Memory, policy: Policy) -> set[fx.N
         with _copies_offered(joint, memory, of_all=is_short) as copied:
             saved = {copied.get(node, node) for node in _cut(joint, Memory(joint.gm, joint.signature))}
         lawful = is_short or not any(memory.is_forbidden(node) for node in saved - {*copied.values()})
-        return (
-            saved | _read_by_strides(joint, memory)
-            if lawful
-            else _without(memory.checkpointed - memory.exits, _read(joint))
-        )
-    assert callable(policy)
-    saved = _cut(joint, memory, policy)
-    lawful = not any(map(memory.is_forbidden, saved))
-    return (
-        saved | _read_by_strides(joint, memory)
-        if lawful
-        else _without(memory.checkpointed - memory.exits, _read(joint))
-    )
+    else:
+        assert callable(policy)
+        saved = _cut(joint, memory, policy)
+        lawful = not any(map(memory.is_forbidden, saved))
+    if lawful:
+        return saved | _read_by_strides(joint, memory)
+    return _without(memory.checkpointed - memory.exits, _read(joint))
 
 
 def _read_by_strides(joint: JointValues, memory: Memory) -> set[fx.Node]:
@@ -139,7 +133,6 @@ def _without(recomputed: set[fx.Node], saved: set[fx.Node]) -> set[fx.Node]:
 def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
     """The calls that the backward must not recompute: those that read memory which eager would not save,
     unless eager recomputes them too, and those that draw random numbers, unless the user asks for it."""
-    unlike_forward = memory.unlike_forward - memory.exits
     return frozenset(
         node.name
         for node in joint.gm.graph.nodes
@@ -148,17 +141,17 @@ def _pinned(joint: JointValues, memory: Memory) -> frozenset[str]:
         and (
             (draws_random_numbers(node) and not is_recomputed(node))
             or node in memory.exits
-            or (
-                node not in memory.checkpointed
-                and (_reads_overwritable(node, memory) or not unlike_forward.isdisjoint(node.all_input_nodes))
-            )
+            or (node not in memory.checkpointed and _reads_overwritable(node, memory))
         )
     )
 
 
 def _reads_overwritable(node: fx.Node, memory: Memory) -> bool:
-    """Whether a call reads memory that the user may overwrite, and its result does not share that memory."""
-    return not memory.is_overwritable(node) and any(map(memory.is_overwritable, node.all_input_nodes))
+    """Whether a call reads memory that the user may overwrite, and its result does not share that memory; or
+    a value that a checkpoint will compute from such memory again."""
+    given = node.all_input_nodes
+    reads = not memory.is_overwritable(node) and any(map(memory.is_overwritable, given))
+    return reads or not memory.unlike_forward.isdisjoint(given)
 
 
 def named(joint: JointValues, names: Iterable[str]) -> set[fx.Node]:

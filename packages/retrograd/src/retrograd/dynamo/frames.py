@@ -25,6 +25,7 @@ import functools
 import logging
 import math
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -126,20 +127,21 @@ _WARN_OF_NOTHING = [
 ]
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_NO_NEWS)
-
-
 @contextmanager
 def _without_known_warnings() -> Iterator[None]:
-    """Inside, Dynamo does not log the warnings that say nothing here."""
+    """Inside, Dynamo does not log the warnings that say nothing here, as far as this thread causes them."""
+    here = threading.get_ident()
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.thread != here or not str(record.msg).startswith(_NO_NEWS)
+
     for log in _WARN_OF_NOTHING:
-        log.addFilter(_is_news)
+        log.addFilter(is_news)
     try:
         yield
     finally:
         for log in _WARN_OF_NOTHING:
-            log.removeFilter(_is_news)
+            log.removeFilter(is_news)
 
 
 @contextmanager
