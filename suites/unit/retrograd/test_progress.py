@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from retrograd import progress
 from retrograd.events import progress_log
+from retrograd.process import restored_on_error
 from retrograd.progress import watched, working
 
 
@@ -76,3 +83,50 @@ def test_the_outermost_block_counts_the_seconds() -> None:
     with working("the next") as seconds:
         time.sleep(0.01)
     assert seconds() >= 0.01
+
+
+def threads() -> int:
+    return sum(thread.name == "retrograd-progress" for thread in threading.enumerate())
+
+
+def interrupted(number: int, body: Callable[[], None]) -> bool:
+    """Run `body` with an interrupt before instruction `number` of the module. Gives whether it had so many."""
+    file, left = progress.__file__, number
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        restored_on_error(body)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_instruction_ends_what_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> None:
+        with watched("what is interrupted"), working("its part"):
+            pass
+
+    before, number = threads(), 1
+    while interrupted(number, body):
+        number += 1
+    assert number > 50
+    deadline = time.monotonic() + 30
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threads() == before
+    with caplog.at_level(logging.DEBUG, "retrograd.progress"):
+        compile_three(0.1)
+    assert {message.split(":")[0] for message in caplog.messages} == {"the first run"}

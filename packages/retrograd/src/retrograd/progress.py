@@ -13,11 +13,13 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from retrograd.events import progress_log
 from retrograd.policy import FIRST_PROGRESS, NEXT_PROGRESS, UNASKED_PROGRESS
+from retrograd.process import restore_after_errors
 
 
 class _Watched:
@@ -33,20 +35,28 @@ class _Watched:
         #: what is being compiled at the moment; empty if nothing is
         self.now = ""
         self.finished = threading.Event()
-        threading.Thread(target=self._watch, name="retrograd-progress", daemon=True).start()
+        given = weakref.ref(self), self.finished
+        threading.Thread(target=_watch, args=given, name="retrograd-progress", daemon=True).start()
 
-    def _watch(self) -> None:
-        is_told = False
-        while not self.finished.wait(NEXT_PROGRESS if is_told else FIRST_PROGRESS):
-            seconds = time.perf_counter() - self._start
-            now = self.now if self.now != self._what else ""
-            text = "; ".join(filter(None, [f"{self._what}: {seconds:.0f} s so far", self._done(), now]))
-            if progress_log.isEnabledFor(logging.DEBUG):
-                is_told = True
-                progress_log.debug("%s", text)
-            elif self.now and seconds >= UNASKED_PROGRESS:
-                _tell_unasked(f"{text} (RETROGRAD_LOGS=progress tells more)")
-                return
+    def tell(self) -> bool:
+        """Write a line, if it is time for one. Gives whether there may be more."""
+        seconds = time.perf_counter() - self._start
+        now = self.now if self.now != self._what else ""
+        text = "; ".join(filter(None, [f"{self._what}: {seconds:.0f} s so far", self._done(), now]))
+        if progress_log.isEnabledFor(logging.DEBUG):
+            progress_log.debug("%s", text)
+        elif self.now and seconds >= UNASKED_PROGRESS:
+            _tell_unasked(f"{text} (RETROGRAD_LOGS=progress tells more)")
+            return False
+        return True
+
+
+def _watch(reference: weakref.ref[_Watched], finished: threading.Event) -> None:
+    """Run on a thread of our own until what is watched has finished, or an interrupt has dropped it."""
+    wait = FIRST_PROGRESS
+    while not finished.wait(wait) and (watched := reference()) is not None and watched.tell():
+        wait = NEXT_PROGRESS if progress_log.isEnabledFor(logging.DEBUG) else FIRST_PROGRESS
+        del watched
 
 
 def _tell_unasked(text: str) -> None:
@@ -61,6 +71,7 @@ class _ThreadState(threading.local):
 
 
 _here = _ThreadState()
+restore_after_errors(lambda: _here.watched, lambda watched: setattr(_here, "watched", watched))
 
 
 @contextmanager
