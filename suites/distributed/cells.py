@@ -136,8 +136,6 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any] | None, Callable[[], Context]]]
     "compile": (functools.partial(retrograd.compile, backend="eager"), contextlib.nullcontext),
 }
 
-#: What eager runs, by wrapper: torch's C++ reducer cannot be captured.
-FALLBACKS = {"DDP": ["capture-failed"], "replicate": ["capture-failed"]}
 #: Autocast casts a weight once for all four microbatches in eager, once for each call in compiled code, so
 #: gradients of weights arrive earlier ("All compiled forwards" in docs/limits.md). Nothing else may differ.
 KNOWN = {(f"{wrapper}, mixed precision", "compile") for wrapper in ("1F1B", "zero bubble")}
@@ -324,14 +322,14 @@ def cell(wrapper: str, mode: str, ways: Sequence[str], device: torch.device) -> 
 
 
 def unexpected(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The cells and ways that are not as `KNOWN` and `FALLBACKS` say."""
+    """The cells and ways that are not as `KNOWN` says. Nothing may fall back."""
     return [
         f"{cell}, {way}: {told}"
         for cell, ways in found.items()
         for way, told in ways.items()
         if bool(told["differs"]) != ((cell, way) in KNOWN)
         or any(not text.startswith("hooks: ") or " | " in text for text in told["differs"])
-        or told["fallbacks"] != (FALLBACKS.get(cell.split(",")[0], []) if way != "eager" else [])
+        or told["fallbacks"]
     ]
 
 

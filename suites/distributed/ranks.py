@@ -71,6 +71,6 @@ def compare(rank: int, ranks: int, rendezvous: str, wrapper: str, backend: str) 
         assert eager_events == our_events
         runs = sum(backward.runs for backward in context.explain().backwards)
         codes = {reason.code for reason in context.explain().fallbacks}
-        assert (runs, codes) == ((2, set()) if wrapper == "fsdp2" else (0, {"capture-failed"}))
+        assert (runs, codes) == (2, set())
     finally:
         dist.destroy_process_group()

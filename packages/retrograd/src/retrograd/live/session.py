@@ -24,6 +24,7 @@ from retrograd.engine import (
     names_of_nodes,
     nodes_outside_regions,
     plans_under_way,
+    replace_cpp_hooks,
     run_in_graph_task,
     run_stock,
     streams_of,
@@ -151,6 +152,8 @@ class Session:
         except Exception as error:
             if started:
                 raise
+            if replace_cpp_hooks(backward):
+                return self._run(asked)
             return self._fall_back(asked, _reason_of(error), error)
         return ran[0]
 
