@@ -90,7 +90,7 @@ def threads() -> int:
 
 
 def interrupted(number: int, body: Callable[[], None]) -> bool:
-    """Run `body` with an interrupt before instruction `number` of the module. Gives whether it had so many."""
+    """Run `body` with an interrupt before instruction `number` of the module. Gives whether there is one."""
     file, left = progress.__file__, number
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
