@@ -213,6 +213,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def page(session: nox.Session) -> None:
+    """The results that the documents quote, as a page of asv (`asv preview` opens it)."""
+    with session.chdir("suites"):
+        run(session, "python", "-m", "benchmarks.published")
+    run(session, "asv", "publish")
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def bench_compare(session: nox.Session) -> None:
     """Benchmarks of two commits (`-- main HEAD`), compared in `.asv/comparison.txt`."""
     base, tip = session.posargs or ("main", "HEAD")
