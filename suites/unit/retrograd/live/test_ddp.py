@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -204,6 +206,22 @@ def test_checkpoints(is_reentrant: bool) -> None:
     with retrograd.compiled_autograd("aten") as context:
         assert gradients() == expected
     assert not context.explain().fallbacks
+
+
+def test_a_model_that_was_wrapped_before_retrograd_was_used() -> None:
+    code = """
+import retrograd, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+with retrograd.compiled_autograd("eager", strict=True):
+    model(torch.ones(1, 3)).sum().backward()
+print(model.module.weight.grad.sum().item())
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "9.0\n"
 
 
 def test_a_compiled_forward() -> None:

@@ -152,7 +152,7 @@ class Session:
         except Exception as error:
             if started:
                 raise
-            if replace_cpp_hooks(backward):
+            if replace_cpp_hooks(backward, error):
                 return self._run(asked)
             return self._fall_back(asked, _reason_of(error), error)
         return ran[0]
