@@ -56,7 +56,6 @@ from retrograd.trace.functional import (
     plain,
     storage_key,
     to_functional,
-    without_tokens,
 )
 from retrograd.trace.graph_tracer import (
     JointTracer,
