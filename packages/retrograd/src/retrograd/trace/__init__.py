@@ -61,11 +61,11 @@ from retrograd.trace.graph_tracer import (
     JointTracer,
     Traced,
     decomposed,
-    is_tracing_here,
     make_graph,
     python_forms,
     recorded,
     trace,
+    tracer_here,
 )
 from retrograd.trace.input_guards import InputGuard, changed_sizes
 from retrograd.trace.watched import Watched, errors_uncaught
