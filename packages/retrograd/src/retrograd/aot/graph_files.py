@@ -44,7 +44,7 @@ from retrograd.trace import Form, new_fake_mode
 from retrograd.version import VERSION
 
 #: the version of the file format; `load` refuses files of another one.
-SCHEMA = 9
+SCHEMA = 10
 
 _FORMAT = "retrograd-joint-graph"
 File = str | os.PathLike[str] | IO[bytes]

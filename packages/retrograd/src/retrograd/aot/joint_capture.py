@@ -50,7 +50,6 @@ from retrograd.trace import (
     make_graph,
     read_anew,
     refuse_lost_checks,
-    without_tokens,
 )
 
 
@@ -291,7 +290,6 @@ _aten = torch.ops.aten
 def _tidy(gm: fx.GraphModule) -> None:
     """Remove what only tracing needed: aliases that equal their input, tensors that hold one number, the
     running statistics that a training batch norm does not read, dead code, and duplicate calls."""
-    without_tokens(gm.graph)
     _write_numbers(gm)
     for node in gm.graph.nodes:
         if fact("alias", node.target) == "same":

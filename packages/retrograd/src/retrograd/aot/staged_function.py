@@ -29,7 +29,7 @@ from retrograd.runtime import pytree
 from retrograd.runtime.modes import ThreadModes
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
-from retrograd.trace import FirstRun, changed_sizes, is_tracing_here, why_not_fakeable
+from retrograd.trace import FirstRun, changed_sizes, tracer_here, why_not_fakeable
 
 _STAGE = "aot.function"
 
@@ -67,7 +67,7 @@ class AotFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, compiled if possible."""
-        if torch.compiler.is_dynamo_compiling() or is_tracing_here():
+        if torch.compiler.is_dynamo_compiling() or tracer_here():
             return self.fn(*args, **kwargs)
         eagerly = functools.partial(self.fn, *args, **kwargs)
         if (now := self._specialized.why_not_now()) is not None:

@@ -45,8 +45,8 @@ from retrograd.graph.operator_effects import (
     OF_THE_USER,
     OF_VALUES,
     Errors,
-    RefusingAsynchronous,
     Watch,
+    asynchronous_refused,
     errors_by_value,
 )
 from retrograd.graph.structure import is_same
@@ -254,7 +254,7 @@ def _why_not_differentiable(node: Any, tx: Any) -> str | None:
     if not (torch.is_grad_enabled() and any(asked) and keeps_eager(tx)):
         return None
     if (target, asked) not in _raised_by:
-        with tx.fake_mode, torch.enable_grad(), RefusingAsynchronous():
+        with tx.fake_mode, torch.enable_grad(), asynchronous_refused():
             _raised_by[target, asked] = _raised_backwards(target, *pytree.tree_map(sample, given))
     return _raised_by[target, asked]
 

@@ -40,9 +40,10 @@ from torch._subclasses import FakeTensor
 
 from retrograd.dynamo.eager_breaks import break_graph, differentiate, keeps_eager, sample
 from retrograd.engine import PurityAnalysis, methods_of, writes_in_place
+from retrograd.errors import Refusal
 from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
-from retrograd.graph.operator_effects import RefusingAsynchronous, Watch
+from retrograd.graph.operator_effects import Watch, asynchronous_refused
 from retrograd.runtime.tensor import storage_of, tensors_in
 from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional
 
@@ -127,13 +128,13 @@ def _why_unlike_eager(function: Any, variables: Sequence[Any]) -> str | None:
     """Run the Function on fake tensors. Return why it cannot be one node of a graph, or None."""
     mode = next(fake_mode_of(_fake(variable)) for variable in variables if variable.is_tensor())
     assert mode is not None
-    refusing = RefusingAsynchronous()
     try:
-        with mode, torch.enable_grad(), refusing:
-            why = _why_unlike(function, [_sample(variable) for variable in variables])
+        with mode, torch.enable_grad(), asynchronous_refused():
+            return _why_unlike(function, [_sample(variable) for variable in variables])
+    except Refusal as refusal:
+        return str(refusal)
     except Exception as error:
-        why = f"on fake tensors it raises {type(error).__name__}"
-    return refusing.reason or why
+        return f"on fake tensors it raises {type(error).__name__}"
 
 
 def _why_unlike(function: Any, args: Sequence[Any]) -> str | None:

@@ -35,7 +35,7 @@ from retrograd.report_text import counted
 from retrograd.runtime.cuda import unused_memory_returned
 from retrograd.runtime.modes import compile_stance
 from retrograd.specialize.profitability import Pace
-from retrograd.trace import is_tracing_here
+from retrograd.trace import tracer_here
 
 _STEP = callable, "a function that makes a training step"
 
@@ -141,7 +141,7 @@ class CompiledStep:
             RetrogradError: a piece cannot be compiled, if ``strict``.
             Exception: whatever the step raises.
         """
-        if torch.compiler.is_dynamo_compiling() or is_tracing_here() or compile_stance() == "force_eager":
+        if torch.compiler.is_dynamo_compiling() or tracer_here() or compile_stance() == "force_eager":
             return self.fn(*args, **kwargs)
         if self._report.calls == 0 or self._compiled is self.fn:
             with unused_memory_returned() if self.config.cudagraphs else nullcontext():

@@ -17,7 +17,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -87,37 +87,19 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class RefusingAsynchronous(Watch):
-    """While open on this thread, asynchronous calls are refused before they start.
+@contextmanager
+def asynchronous_refused() -> Iterator[None]:
+    """Inside, on this thread, a call that only starts its work is refused before it starts.
 
-    Attributes:
-        reason: why the first of them was refused, even if the error was caught; None if there was none.
+    Raises:
+        Refusal: there was such a call, and its caller did not catch the refusal.
     """
 
-    def __init__(self) -> None:
-        super().__init__(self._refuse)
-        self.reason: str | None = None
+    def collecting(*_: Any) -> Any:
+        raise collecting_refused()
 
-    def _refuse(self, func: Any, *_: Any) -> None:
-        try:
-            refuse_asynchronous([func])
-        except Refusal as refusal:
-            self.reason = self.reason or str(refusal)
-            raise
-
-    def __enter__(self) -> Any:
-        self._around = around_collecting(self._collecting)
-        self._around.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._around.__exit__(*error)
-
-    def _collecting(self, *_: Any) -> Any:
-        refusal = collecting_refused()
-        self.reason = self.reason or str(refusal)
-        raise refusal
+    with around_collecting(collecting), Watch(lambda func, *_: refuse_asynchronous([func])):
+        yield
 
 
 def is_registered(name: str, overload: str) -> bool:

@@ -47,12 +47,6 @@ def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Grap
         return call.place if call.place in position else (call.node_call, 0)
 
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-
-    def required(node: fx.Node) -> fx.Node:
-        if node not in new:
-            raise KeyError(f"{node} is used before eager's order defines it")
-        return new[node]
-
     blocks: dict[Place, list[fx.Node]] = {}
     #: By place, the sums to which it contributes, each with the gradient, in the order of its outputs.
     contributions: dict[Place, list[tuple[fx.Node, Any]]] = {}
@@ -63,10 +57,10 @@ def _laid_out(backward: BackwardGraph, position: Mapping[Place, int]) -> fx.Grap
             for grad in node.args:
                 contributions.setdefault(place_of(grad), []).append((node, grad))
     for node, _ in backward.placeholders():
-        new[node] = add_copy(graph, node, required)
+        new[node] = add_copy(graph, node, new.__getitem__)
     for place in sorted(blocks, key=position.__getitem__):
         for node in blocks[place]:
-            new[node] = add_copy(graph, node, required)
+            new[node] = add_copy(graph, node, new.__getitem__)
         for total, grad in contributions.get(place, ()):
             value = new[grad]
             if total in new:

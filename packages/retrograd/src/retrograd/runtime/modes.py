@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -153,7 +153,7 @@ torch_functions_off = torch._C.DisableTorchFunction
 
 def without_torch_functions(fn: Callable[P, T]) -> Callable[P, T]:
     """Return `fn` wrapped in `torch_functions_off`."""
-    return _inside(torch_functions_off, fn)
+    return context_decorator(functools.partial(torch_functions_off), fn)  # a class is ambiguous there
 
 
 def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -170,16 +170,7 @@ def undifferentiated(code: Callable[[list[Any]], Any]) -> Callable[[list[Any]], 
 
 def without_autocast(fn: Callable[P, T]) -> Callable[P, T]:
     """Return `fn` wrapped in `autocast_off`."""
-    return _inside(autocast_off, fn)
-
-
-def _inside(guard: Callable[[], AbstractContextManager[Any]], fn: Callable[P, T]) -> Callable[P, T]:
-    @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with guard():
-            return fn(*args, **kwargs)
-
-    return run
+    return context_decorator(functools.partial(autocast_off), fn)
 
 
 def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

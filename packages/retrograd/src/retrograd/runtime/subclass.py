@@ -310,9 +310,6 @@ class _ByIdentity:
 class SubclassBorder:
     """Converts between subclass tensors and flat values for one lowering.
 
-    Attributes:
-        numbers: positions of outer sizes and strides among the flat values.
-
     Raises:
         Refusal: a subclass tensor cannot be flattened without loss.
     """
@@ -323,8 +320,6 @@ class SubclassBorder:
         self._arguments = tuple(
             _argument(value) if first[i] == i else _ByIdentity(first[i], True) for i, value in enumerate(args)
         )
-        kinds = (is_number for layout in self._arguments for is_number in _are_numbers(layout))
-        self.numbers = frozenset(i for i, is_number in enumerate(kinds) if is_number)
         self._outputs: tuple[SubclassSpec | _ByIdentity, ...] = ()
 
     def enter(self, args: Sequence[Any]) -> list[Any] | None:
@@ -403,16 +398,6 @@ def _argument(value: Any) -> SubclassSpec:
         return PLAIN
     layout = wrapper_layout(value, _argument, value.requires_grad, (None,) * 2 * value.dim())
     return replace(layout, metadata=layout.metadata.guarded(value))
-
-
-def _are_numbers(layout: SubclassSpec | Constant | _ByIdentity) -> Iterator[bool]:
-    """For each flat value of a spec, whether it is an outer size or stride."""
-    if isinstance(layout, Plain):
-        yield False
-    elif isinstance(layout, Wrapper):
-        for _, part in layout.parts:
-            yield from _are_numbers(part)
-        yield from (True for number in layout.geometry if number is None)
 
 
 def _result(value: Any, flat: list[Any]) -> SubclassSpec:

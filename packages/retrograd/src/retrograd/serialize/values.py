@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,20 +67,16 @@ def _sequence(type: type, make: Callable[[list[Any]], Any], parts: Callable[[Any
     )
 
 
-def _mapping(type: type, make: Callable[[Any, str], Any], more: Part = lambda _: "") -> _Form:
-    """For dictionaries. `more` returns additional state of one, which `make` receives."""
-
-    def write_pairs(value: Any, write: Part) -> Any:
-        return [more(value), [[write(key), write(one)] for key, one in value.items()]]
+def _mapping(type: type, make: Callable[[Any], Any]) -> _Form:
+    """For dictionaries."""
 
     def read_pairs(written: Any, read: Part) -> Any:
-        told, pairs = written
-        items = [(read(key), read(one)) for key, one in pairs]
+        items = [(read(key), read(one)) for key, one in written]
         if len(dict(items)) != len(items):
             raise ValueError(f"a dictionary with the keys {[key for key, _ in items]!r:.80}")
-        return make(items, told)
+        return make(items)
 
-    return _Form(type, write_pairs, read_pairs)
+    return _Form(type, lambda value, write: [[write(k), write(one)] for k, one in value.items()], read_pairs)
 
 
 def _attribute(type: type) -> _Form:
@@ -104,20 +100,6 @@ def _serialize_record(value: Any, write: Part) -> Any:
     if _RECORDS.get(name) is not type(value):
         raise _unwritable(value)
     return [name, {one.name: write(getattr(value, one.name)) for one in dataclasses.fields(value)}]
-
-
-#: Default factories that a defaultdict may have.
-_FACTORIES: dict[str, Any] = {
-    "None": None,
-    **{cls.__name__: cls for cls in (list, dict, set, int, float, str)},
-}
-
-
-def _factory(value: Any) -> str:
-    name = str(getattr(value.default_factory, "__name__", None))
-    if _FACTORIES.get(name, value) is not value.default_factory:
-        raise _unwritable(value)
-    return name
 
 
 def _unwritable(value: Any) -> Refusal:
@@ -145,10 +127,8 @@ _FORMS: dict[str, _Form] = {
     "tuple": _sequence(tuple, tuple),
     "set": _sequence(frozenset, frozenset, functools.partial(sorted, key=repr)),
     "slice": _sequence(slice, lambda ends: slice(*ends), lambda value: [value.start, value.stop, value.step]),
-    "dict": _mapping(dict, lambda items, _: dict(items)),
-    "ordered": _mapping(OrderedDict, lambda items, _: OrderedDict(items)),
-    "default": _mapping(defaultdict, lambda items, name: defaultdict(_FACTORIES[name], items), _factory),
-    "deque": _sequence(deque, lambda parts: deque(*parts), lambda value: [[*value], value.maxlen]),
+    "dict": _mapping(dict, dict),
+    "ordered": _mapping(OrderedDict, OrderedDict),
     "plain": _plain(type(PLAIN), lambda value: True, lambda written: PLAIN),
     "primal_kind": _enum(joint.PrimalKind),
     "saved_kind": _enum(joint_graph.SavedKind),

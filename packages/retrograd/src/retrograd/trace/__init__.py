@@ -56,17 +56,16 @@ from retrograd.trace.functional import (
     plain,
     storage_key,
     to_functional,
-    without_tokens,
 )
 from retrograd.trace.graph_tracer import (
     JointTracer,
     Traced,
     decomposed,
-    is_tracing_here,
     make_graph,
     python_forms,
     recorded,
     trace,
+    tracer_here,
 )
 from retrograd.trace.input_guards import InputGuard, changed_sizes
 from retrograd.trace.watched import Watched, errors_uncaught

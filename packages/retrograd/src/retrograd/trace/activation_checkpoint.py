@@ -33,7 +33,7 @@ from retrograd.facts.patches import handled_here
 from retrograd.facts.releases import CHECKPOINT, checkpoint_options, policy_context, redrawing
 from retrograd.trace.first_run import FirstRun
 from retrograd.trace.functional import any_changed, mutations_of
-from retrograd.trace.graph_tracer import current_notes, draws_so_far, recorded
+from retrograd.trace.graph_tracer import recorded, tracer_here
 
 
 @dataclass(eq=False)
@@ -154,12 +154,13 @@ def _marked(
     marking, given = Marking(contexts, otherwise, next(checkpoints.groups)), checkpoints.given
     seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
     differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]
-    draws = draws_so_far()
+    tracer = tracer_here()
+    draws = tracer.draws if tracer is not None else 0
     with marking:
         yield
     if differentiable and (any_changed(given[count:]) or [mutations_of(value) for value in seen] != before):
         raise Refusal("backward-effect", "a checkpoint in it changes a tensor, which its backward does again")
-    if differentiable and not repeats_draws and draws_so_far() > draws:
+    if differentiable and not repeats_draws and tracer is not None and tracer.draws > draws:
         raise Refusal("backward-effect", "a checkpoint in it draws other random numbers in its backward")
 
 
@@ -198,7 +199,8 @@ class Marking(TorchDispatchMode):
         policy = self._policy(policy_context(result), func, *args, **kwargs)
         if isinstance(policy, bool):
             policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-        if "recompute" not in current_notes():  # the graph's own mark takes precedence
+        tracer = tracer_here()
+        if tracer is None or "recompute" not in tracer.note:  # the graph's own mark takes precedence
             for node in made:  # the innermost checkpoint writes last and wins
                 if node.op == "call_function":
                     node.meta["recompute"] = policy

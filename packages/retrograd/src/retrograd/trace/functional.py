@@ -2,13 +2,12 @@
 
 In: fake tensors, also inside wrapper subclasses. Out: functional tensors, their plain values, and which of
 them were mutated. Tensors that a function reaches through closures, globals and attributes become inputs of
-the trace. Tokens order calls with effects during a trace; `without_tokens` replaces them by plain calls.
+the trace. Calls with effects are traced as they are, in their order.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import combinations
@@ -16,10 +15,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._higher_order_ops.effects import with_effects
+from torch._higher_order_ops.effects import has_effects
 from torch._prims_common import is_non_overlapping_and_dense_or_false, make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -53,7 +51,7 @@ def functional_mode(
             memory format by the stride of a dimension of size 1.
         look_at: called for each operator with the operator, its arguments and its keyword arguments.
     """
-    mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
+    mode: Any = FunctionalTensorMode()
     run = mode.__torch_dispatch__
     #: Views in which several elements share memory, and views of those. In-place writes to them are refused,
     #: because functionalisation would add up the writes.
@@ -71,6 +69,11 @@ def functional_mode(
         if plain_func is not None and _lies_as_no_result(args[0]):
             run(torch.ops.aten.copy_.default, types, (args[0], run(plain_func, types, args, kwargs)))
             return args[0]
+        if has_effects(func):  # torch would order such calls by tokens, and the graph does by itself
+            given, named = pytree.tree_map(plain, (args, kwargs or {}))
+            made = func(*given, **named)
+            with mode:
+                return pytree.tree_map(to_functional, made)
         if (instead := declaring_its_writes(func, args)) is not None:
             operator, given, count = instead
             return run(operator, types, given, {})[:count]
@@ -398,43 +401,3 @@ def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _is_free(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not is_traced(leaf)
-
-
-def without_tokens(graph: fx.Graph) -> None:
-    """Replace ``with_effects`` calls of `graph` by plain calls, and remove the tokens. Changes `graph` in
-    place."""
-    tokens = set[fx.Node]()
-    for node in list(graph.nodes):
-        if node.target is with_effects:
-            tokens.add(node.args[0])
-            _unwrapped(graph, node, tokens)
-    for token in reversed([node for node in graph.nodes if node in tokens]):
-        if not token.users:
-            graph.erase_node(token)
-
-
-def _unwrapped(graph: fx.Graph, node: fx.Node, tokens: set[fx.Node]) -> None:
-    """Replace ``with_effects(token, operator, ...)``, which returns (token, *results), by the call of the
-    operator."""
-    target = node.args[1]
-    assert isinstance(target, torch._ops.OpOverload)
-    with graph.inserting_before(node):
-        call = graph.call_function(target, node.args[2:], node.kwargs)
-        call.meta = {**node.meta, "val": node.meta["val"][1:] if "val" in node.meta else None}
-    several = len(target._schema.returns) > 1
-    for user in list(node.users):
-        place = user.args[1]
-        if user.target is not operator.getitem or not isinstance(place, int):
-            continue
-        if place == 0:
-            for reader in list(user.users):
-                reader.replace_input_with(user, node.args[0])  # type: ignore[arg-type]
-        elif several:
-            user.args = (call, place - 1)
-            continue
-        else:
-            call.meta["val"] = user.meta.get("val")
-            user.replace_all_uses_with(call)
-        graph.erase_node(user)
-    node.replace_all_uses_with(call)
-    graph.erase_node(node)

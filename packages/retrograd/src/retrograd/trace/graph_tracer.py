@@ -53,7 +53,9 @@ python_forms: Callable[[], AbstractContextManager[Any]] = enable_python_dispatch
 
 class GraphTracer:
     """Given to the body of a trace. Every new node gets the entries of `note` in its metadata. `tracer` is
-    torch's own."""
+    torch's own; `draws` counts the random calls of the forward so far."""
+
+    draws = 0
 
     def __init__(self, tracer: Any) -> None:
         self.tracer = tracer
@@ -114,7 +116,6 @@ class JointTracer(GraphTracer):
         self._generators = seeds_and_states()
         with real_tensors():
             self._states = generator_states()
-        self.draws = 0
         self._is_over = False
 
     def _annotate(self, node: fx.Node) -> None:
@@ -181,11 +182,6 @@ class JointTracer(GraphTracer):
         self._is_over = True
 
 
-def draws_so_far() -> int:
-    """How many random calls this thread has traced into its current graph."""
-    return getattr(_current.tracer, "draws", 0)
-
-
 class _Current(threading.local):
     """The trace that is active on this thread."""
 
@@ -198,11 +194,6 @@ _current = _Current()
 def tracer_here() -> GraphTracer | None:
     """The tracer that is active on this thread; None if there is none."""
     return _current.tracer
-
-
-def is_tracing_here() -> bool:
-    """Whether this thread is tracing a function for us."""
-    return _current.tracer is not None
 
 
 def make_graph(
@@ -265,11 +256,6 @@ def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> f
 def recorded(**note: Any) -> AbstractContextManager[None]:
     """Inside, on this thread, every traced node gets these entries in its metadata."""
     return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
-
-
-def current_notes() -> Mapping[str, Any]:
-    """The metadata entries that a node traced now would get."""
-    return _current.tracer.note if _current.tracer is not None else {}
 
 
 def _without_users_hooks() -> AbstractContextManager[Any]:

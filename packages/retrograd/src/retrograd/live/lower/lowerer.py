@@ -258,7 +258,7 @@ class Lowerer:
         """Make sizes symbolic that differ from the last lowering. Return which guard failed, as text."""
         last, dynamic = self.lowered[0] if self.lowered else None, self._fn.config.dynamic
         if last is None or not _is_alike(last.border, args):
-            self._symbolic = _initially_symbolic(dynamic, flat, border.numbers if border else frozenset())
+            self._symbolic = _initially_symbolic(dynamic, args, flat)
             return "first use" if last is None else f"another class or metadata: {last.border} / {border}"
         if last.modes != ThreadModes.now():
             return last.modes.difference(ThreadModes.now())
@@ -381,18 +381,18 @@ def _stance_refuses(how: SegmentFunction, because: str) -> bool:
     return stance == "eager_on_recompile"
 
 
-def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], outer: frozenset[int]) -> Symbolic:
-    """The sizes that are symbolic from the start. A size that reaches the segment as a number is one that the
-    engine has seen change, so it is symbolic, and so are dimensions of the same extent. `outer` are the
-    numbers that belong to tensor subclasses."""
+def _initially_symbolic(dynamic: bool | None, args: Sequence[Any], flat: Sequence[Any]) -> Symbolic:
+    """The sizes that are symbolic from the start, by place among the `flat` values. A size that reaches the
+    segment as a number among `args` is one that the engine has seen change, so it is symbolic, and so are
+    dimensions of the same extent."""
     if dynamic is False:
         return {}
-    moving = {value for i, value in enumerate(args) if type(value) is int and i not in outer}
+    moving = {value for value in args if type(value) is int}
     symbolic: Symbolic = {}
-    for i, value in enumerate(args):
+    for i, value in enumerate(flat):
         if isinstance(value, torch.Tensor):
             symbolic[i] = frozenset(d for d, s in enumerate(value.shape) if dynamic or s in moving)
-        elif type(value) is int and (i not in outer or dynamic or value in moving):
+        elif type(value) is int and (dynamic or value in moving):
             symbolic[i] = frozenset({0})
     return {i: dims for i, dims in symbolic.items() if dims}
 
