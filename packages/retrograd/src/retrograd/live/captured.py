@@ -25,7 +25,7 @@ from retrograd.engine import (
     read_ranks,
 )
 from retrograd.errors import Refusal, VerificationError
-from retrograd.events import counters, live_log
+from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.fx import add_copy
 from retrograd.live.capture.eager_positions import positions_in_eager
@@ -56,7 +56,6 @@ class CapturedBackward:
     """
 
     def __init__(self, graph: BackwardGraph, backward: LiveBackward) -> None:
-        counters["captures"] += 1
         _refuse_unusual_leaves(backward.node_calls)
         self.graph = _with_sources(graph, backward.node_calls)
         _return_totals(self.graph, backward)

@@ -136,6 +136,7 @@ class Session:
         started = False
 
         def finished(graph: BackwardGraph, backward: LiveBackward) -> CapturedBackward:
+            counters["captures"] += 1
             captured = CapturedBackward(graph, backward)
             # Plan now, while a failure can still fall back to the stock engine.
             self._plan(captured, backward)
