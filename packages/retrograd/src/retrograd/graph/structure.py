@@ -120,15 +120,11 @@ def structure_and_numbers(backward: BackwardGraph) -> tuple[Hashable | None, dic
 
 
 def first_difference(before: BackwardGraph, now: BackwardGraph) -> str:
-    """The first call in which two backwards differ, with the two values."""
-    sides = [[node for node, _ in backward.calls()] for backward in (before, now)]
-    places = [places_of(backward.graph.nodes) for backward in (before, now)]
+    """The first call in which two backwards differ, as it was and as it is."""
+    sides = [[f"{call_name(node)}{node.args}" for node, _ in graph.calls()] for graph in (before, now)]
     for number, (old, new) in enumerate(zip(*sides, strict=False)):
-        if _target(old) != _target(new):
-            return f"call {number} was {call_name(old)}, now {call_name(new)}"
-        for a, b in zip(_leaves(old, places[0]), _leaves(new, places[1]), strict=False):
-            if a != b:
-                return f"{call_name(new)} (call {number}) had {a[1]}, now {b[1]}"
+        if old != new:
+            return f"call {number} was {old}, now {new}"
     return f"{len(sides[0])} calls, now {len(sides[1])}"
 
 
@@ -169,19 +165,6 @@ def _target(node: fx.Node) -> Any:
     """The call's target as a comparable value. Two targets with the same ``structure_key`` compute the
     same."""
     return getattr(node.target, "structure_key", node.target)
-
-
-def _leaves(node: fx.Node, places: Mapping[fx.Node, bytes]) -> list[tuple[type, str]]:
-    """The arguments of a call, flattened, each as its type and text: True differs from 1, and nan equals
-    itself."""
-    found: list[tuple[type, str]] = []
-
-    def leaf(value: Any) -> None:
-        is_node = isinstance(value, fx.Node)
-        found.append((type(value), f"value {places[value].decode()}" if is_node else str(value)))
-
-    map_aggregate(node.args, leaf)
-    return found
 
 
 def is_hashable(value: Any) -> bool:
