@@ -125,13 +125,6 @@ def _context_class(cls: type) -> type[FunctionContext]:
     return _context_classes[cls]
 
 
-def _released(ctx: Any, saved: Sequence[Any], checked: Sequence[Any], modified: Pairs) -> FunctionContext:
-    """The context with `saved` as its saved tensors, of which `checked` may not be changed from now on."""
-    versions = zip(checked, versions_of(checked), strict=True)
-    pairs = [*modified, *((value, version) for value, version in versions if version is not None)]
-    return _context_class(type(ctx))(ctx, saved, pairs)
-
-
 def call_backward(
     ctx: Any,
     grads: Sequence[Grad],
@@ -160,32 +153,19 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    return _call(ctx, _released(ctx, saved, saved, modified), grads, is_tensor, zeros)
+    versions = zip(saved, versions_of(saved), strict=True)
+    pairs = [*modified, *((value, version) for value, version in versions if version is not None)]
+    return _call(ctx, _context_class(type(ctx))(ctx, saved, pairs), grads, is_tensor, zeros)
 
 
 def call_kept_backward(
-    ctx: Any,
-    grads: Sequence[Grad],
-    is_tensor: Sequence[bool],
-    zeros: Sequence[Any],
-    packed: Sequence[Any],
-    modified: Pairs = (),
+    ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any]
 ) -> list[Grad]:
     """Like `call_backward`, for a context that the engine has not released. The backward unpacks its saved
-    tensors whenever it reads them. Afterwards we release them, as eager does.
-
-    Args:
-        ctx, grads, is_tensor, zeros, modified: as for `call_backward`.
-        packed: the saved tensors. One behind saved-tensor hooks is a pair of unpack hook and packed value.
-            They are needed if stock compiled autograd runs the plan, because it has released the context.
+    tensors whenever it reads them, and torch checks their versions. Afterwards we release them, as eager
+    does.
     """
-    given = ctx
-    if node_under_way() is None:
-        unpacked = [unpack(*item) if type(item) is tuple else item for item in packed]
-        # What a hook unpacks may be changed.
-        checked = [item for item in packed if type(item) is not tuple]
-        given = _released(ctx, unpacked, checked, modified)
-    result = _call(ctx, given, grads, is_tensor, zeros)
+    result = _call(ctx, ctx, grads, is_tensor, zeros)
     ctx.maybe_clear_saved_tensors()
     return result
 
