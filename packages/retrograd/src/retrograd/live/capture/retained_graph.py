@@ -110,8 +110,15 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
 def _collect(
     backward: LiveBackward, finished: Finished, request: EngineRequest, run: Callable[[Collected], None]
 ) -> Collected | None:
+    def noting(graph: BackwardGraph) -> CapturedBackward:
+        if kept := _kept_calls(graph):
+            _kept_classes.update(type(backward.node_calls[index]) for index in kept)
+        if not request.keep_graph and (kept or _may_be_reentered(graph, backward.node_calls)):
+            raise Refusal(_GRAPH_NEEDED, "user code may need the autograd graph")
+        return finished(graph, backward)
+
     with event("retrograd.collect"):
-        return collect(request, lambda: _protocol(backward, finished, request.keep_graph), run)
+        return collect(request, lambda: EngineProtocol(BackwardRecorder(noting)), run)
 
 
 def _is_watched(call: Collected) -> bool:
@@ -128,17 +135,6 @@ def _is_watched(call: Collected) -> bool:
             "a hook or Function differentiates through nodes that the running backward comes to later",
         )
     return bool(asking)
-
-
-def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -> EngineProtocol:
-    def noting(graph: BackwardGraph) -> CapturedBackward:
-        if kept := _kept_calls(graph):
-            _kept_classes.update(type(backward.node_calls[index]) for index in kept)
-        if not graph_is_kept and (kept or _may_be_reentered(graph, backward.node_calls)):
-            raise Refusal(_GRAPH_NEEDED, "user code may need the autograd graph")
-        return finished(graph, backward)
-
-    return EngineProtocol(BackwardRecorder(noting))
 
 
 def _run_kept(
