@@ -141,10 +141,11 @@ def interpreted_segments() -> list[str]:
     if not subjects.present(["retrograd"]):
         return []
     import retrograd
+    from retrograd.graph.backward_graph import call_of
 
     most = max(retrograd.explain().backwards, key=lambda backward: backward.runs, default=None)
     if most is None:
         return []
     last = {one.segment: one for one in most.lowerings}
-    apart = [segment.interpret_because for segment in most.schedule.segments if segment.interpret_because]
-    return apart + [one.because for one in last.values() if one.is_interpreted]
+    calls = [call for call in most.schedule.opaque_calls if call_of(call.node).kind.is_functional]
+    return [call.reason for call in calls] + [one.because for one in last.values() if one.is_interpreted]

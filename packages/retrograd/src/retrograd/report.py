@@ -103,8 +103,8 @@ class BackwardReport:
         """How a segment runs, given its last lowering."""
         if last is not None and not last.is_interpreted:
             return "compiled" if last.graph is not None else "with the code of an equal one"
-        if last is not None or segment.interpret_because:
-            return f"call by call: {last.because if last else segment.interpret_because}"
+        if last is not None:
+            return f"call by call: {last.because}"
         if self.backend == "eager":
             return "call by call, as backend='eager' runs them"
         return "not compiled yet" if segment.worth_compiling else "call by call: too little to compile"

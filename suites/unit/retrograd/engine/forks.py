@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import retrograd
-from retrograd.engine.stock_entry import window
 from retrograd.live.capture.recorder import BackwardRecorder
 from retrograd.process import ForkSafeLock
 from unit.retrograd.programs import Square, leaf
@@ -123,7 +122,6 @@ def forked_during_a_capture() -> list[Any]:
     """Answers of a child that was forked while another thread captured, and of the parent afterwards."""
     retrograd.reset()
     meeting, original = Meeting(), BackwardRecorder.finish
-    patience, window.patience = window.patience, 0.01
 
     def finish(self: BackwardRecorder, outputs: Any) -> Any:
         BackwardRecorder.finish = original  # type: ignore[method-assign]
@@ -135,7 +133,6 @@ def forked_during_a_capture() -> list[Any]:
         assert meeting.there.wait(60)
         answer = answer_of_a_child(fallbacks_of_a_square)
         meeting.done.set()
-    window.patience = patience
     return [answer, fallbacks_of_a_square()]
 
 

@@ -82,11 +82,8 @@ def test_the_call_with_the_changing_number_says_so() -> None:
         with context:
             gradient(lambda w, value=value: (w @ w).abs().pow(value).sum())
     *_, last = context.explain().backwards
-    assert [step.interpret_because for step in last.schedule.segments] == [
-        "",
-        "PowBackward0 had 2.5, now 3.5",
-        "",
-    ]
+    assert last.opaque_calls == {"PowBackward0 had 2.5, now 3.5": 1}
+    assert len(last.schedule.segments) == 2
     assert {low.because for low in last.lowerings} == {"shared with an earlier backward's equal segment"}
 
 

@@ -147,6 +147,15 @@ def test_a_named_node_is_opaque() -> None:
     torch.testing.assert_close(w.grad, expected.grad)
 
 
+def test_an_opaque_node_refuses_a_saved_tensor_that_a_hook_has_changed() -> None:
+    x, factor = leaf(), torch.ones(4, 3)
+    y = (x * factor).sin()
+    y.register_hook(lambda grad: factor.add_(1))
+    context = retrograd.compiled_autograd("eager", opaque=["MulBackward0"])
+    with context, pytest.raises(RuntimeError, match="is at version 1; expected version 0 instead"):
+        y.sum().backward()
+
+
 def test_values_die_with_their_last_reader() -> None:
     w = leaf()
     _, backward = captured((w.sin() * w.cos()).sum())

@@ -138,14 +138,18 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LateHook:
-    """A hook registered on gradient `slot` of `node` while a plan runs. `number` is the id of its handle, or
-    None if it has no handle."""
+    """A hook registered on gradient `slot` of `node` while a plan runs.
+
+    `number` is the id of its handle, or None if it has no handle. torch does not tell us on which node a
+    node's hook is registered: `node` is None until `HookChanges.take` finds the node whose hooks are `hooks`.
+    """
 
     kind: HookKind
     node: Any
     slot: int
     hook: Callable[..., Any]
     number: int | None = None
+    hooks: Any = None
 
 
 @dataclass(frozen=True)
@@ -187,39 +191,31 @@ class HookChanges:
     thread: int = 0
     late: list[LateHook] = field(default_factory=list)
     removed: list[RemovedHook] = field(default_factory=list)
-    _unplaced: list[tuple[Any, Callable[..., Any], int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.late or self.removed or self._unplaced)
+        return bool(self.late or self.removed)
 
     def take(self, nodes: Iterable[Any]) -> tuple[list[LateHook], list[RemovedHook]]:
         """Return the late and the removed hooks, and clear them. `nodes` are searched for late node hooks."""
-        late = [*self.late, *self._placed(nodes)]
-        removed = list(self.removed)
-        self.late.clear()
-        self.removed.clear()
-        self._unplaced.clear()
-        return late, removed
+        late, removed = self.late, self.removed
+        self.late, self.removed = [], []
+        owners: dict[int, tuple[HookKind, Any]] = {}
+        if any(one.node is None for one in late):
+            owners = {id(found): (kind, node) for node in nodes for kind, found in hooks_on(node)}
+        for place, one in enumerate(late):
+            if one.node is None and id(one.hooks) in owners:
+                kind, node = owners[id(one.hooks)]
+                late[place] = replace(one, kind=kind, node=node)
+        return [one for one in late if one.node is not None], removed
 
     def went(self, gone: RemovedHook, number: int) -> None:
         """Record that the hook whose handle has this number was removed. If it was registered since the last
         `take`, the two cancel. We compare the hook as well as its number: torch counts handles without a
         lock, so two threads may get one number."""
-        count, hook = len(self.late) + len(self._unplaced), gone.hook
-        self.late[:] = [late for late in self.late if (late.hook, late.number) != (hook, number)]
-        self._unplaced[:] = [one for one in self._unplaced if one[1:] != (hook, number)]
-        if len(self.late) + len(self._unplaced) == count:
+        count = len(self.late)
+        self.late = [late for late in self.late if (late.hook, late.number) != (gone.hook, number)]
+        if len(self.late) == count:
             self.removed.append(gone)
-
-    def _placed(self, nodes: Iterable[Any]) -> Iterator[LateHook]:
-        """torch tells us which dictionary received a node hook, but not which node owns it: compare all."""
-        if not self._unplaced:
-            return
-        for node in nodes:
-            for kind, found in hooks_on(node):
-                for hooks, hook, number in self._unplaced:
-                    if hooks is found:
-                        yield LateHook(kind, node, 0, hook, number)
 
 
 #: For the running plans of all threads: a hook may concern any of them.
@@ -294,8 +290,7 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
             raise Escape(hooks)
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        for changes in tuple(_watched):
-            changes._unplaced.append((hooks, hook, handle.id))
+        _came(LateHook(HookKind.NODE_POST, None, 0, hook, handle.id, hooks))
         return hooks, handle
 
     return register

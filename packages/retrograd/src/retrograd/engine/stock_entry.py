@@ -103,7 +103,6 @@ class Window:
         self._condition = threading.Condition()
         self._owner: int | None = None
         self._in_frame: int | None = None
-        self._forking: int | None = None
         self._entering: dict[int, int] = {}
         #: Blocking threads for which a capture has already waited in vain.
         self._slow: set[int] = set()
@@ -224,28 +223,15 @@ class Window:
 
     # fork
 
-    def before_fork(self) -> None:
-        """Wait briefly for another thread's capture to finish, and prevent new ones."""
-        me = threading.get_ident()
-        with self._condition:
-            if self._condition.wait_for(lambda: self._owner is self._in_frame is None, self.patience):
-                self._owner = self._forking = me
-
-    def after_fork_in_parent(self) -> None:
-        """Allow captures again."""
-        forking, self._forking = self._forking, None
-        if forking is not None:
-            self.release(forking)
-
-    def after_fork_in_child(self) -> None:
-        """Only the forking thread survives. What another thread held in the engine is never released."""
+    def after_fork(self) -> None:
+        """In the child, only the forking thread survives. What another thread held in the engine is never
+        released."""
         me = threading.get_ident()
         self._condition = threading.Condition()
         self._lost |= not {self._owner, self._in_frame} <= {None, me}
         if self._owner not in (None, me):
             engine_protocol.set_autograd_compiler(None, False)
-        self._owner = me if self._owner == me != self._forking else None
-        self._forking = None
+        self._owner = me if self._owner == me else None
         self._in_frame = me if self._in_frame == me else None
         self._slow.clear()
         self._entering = {thread: count for thread, count in self._entering.items() if thread == me}
@@ -253,8 +239,4 @@ class Window:
 
 window = Window()
 restore_after_errors(window.place, window.restore_saved)
-os.register_at_fork(
-    before=window.before_fork,
-    after_in_parent=window.after_fork_in_parent,
-    after_in_child=window.after_fork_in_child,
-)
+os.register_at_fork(after_in_child=window.after_fork)

@@ -302,14 +302,12 @@ class Segment:
         inputs: earlier values that the calls read.
         outputs: values of the calls that are read later.
         worth_compiling: whether it contains a node call, not only checks, sums and projections.
-        interpret_because: why the segment is separate and not compiled; empty if it is compiled.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     worth_compiling: bool
-    interpret_because: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from retrograd.engine import (
     read_ranks,
 )
 from retrograd.errors import Refusal, VerificationError
-from retrograd.events import counters, live_log
+from retrograd.events import live_log
 from retrograd.graph.backward_graph import BackwardGraph, CallKind, call_of
 from retrograd.graph.fx import add_copy
 from retrograd.live.capture.eager_positions import positions_in_eager
@@ -50,19 +50,16 @@ class CapturedBackward:
         graph: as captured.
         needs_engine_frame: whether it must run while the engine's call is active.
         n_outputs: how many gradients the engine expects back.
-        has_aot_graphs: whether it contains the inlined backward of a compiled function.
         has_cpp_functions: whether it calls a C++ function that may keep state on its context. The engine
             hands over a copy of the context, so a later backward does not find that state.
     """
 
     def __init__(self, graph: BackwardGraph, backward: LiveBackward) -> None:
-        counters["captures"] += 1
         _refuse_unusual_leaves(backward.node_calls)
         self.graph = _with_sources(graph, backward.node_calls)
         _return_totals(self.graph, backward)
         self.needs_engine_frame = graph.needs_engine_frame
         self.n_outputs = len(graph.outputs())
-        self.has_aot_graphs = bool(graph.inlined)
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
         self._order_is_visible = _order_is_visible(graph)
         self._leaves = leaves_with_buffers(self.graph)

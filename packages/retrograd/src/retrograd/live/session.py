@@ -137,6 +137,7 @@ class Session:
         started = False
 
         def finished(graph: BackwardGraph, backward: LiveBackward) -> CapturedBackward:
+            counters["captures"] += 1
             captured = CapturedBackward(graph, backward)
             # Plan now, while a failure can still fall back to the stock engine.
             self._plan(captured, backward)
@@ -185,8 +186,7 @@ class Session:
             return self._fall_back(backward.asked, _NO_STATE)
         plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
-        if captured.has_aot_graphs:
-            use_up(captured.graph, backward)
+        use_up(captured.graph, backward)
         results: list[Grads] = []
 
         def body() -> None:
@@ -334,35 +334,31 @@ _WAY_OUT = {
     "nested-in-engine-frame": "register a hook that stores the gradient instead of calling retain_grad()",
     "cpp-function-kept": "declare `static constexpr bool is_traceable = true` if it keeps no state",
     "reentered-graph": "retain_graph=True has it compiled; or keep apart what the hook differentiates",
+    "transform": "torch.autograd.grad, or .backward()",
+    "differentiable": "nothing to do: the backward through what it leaves behind is compiled",
+    "nested-small": "nothing to do; strict=True captures nevertheless",
+    "compiled-already": "nothing to do; strict=True captures nevertheless",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
 
-_TRANSFORM = Reason(
+_TRANSFORM = _reason(
     "transform",
     "torch.func (grad, vjp, jacrev, …) differentiated inside the context: that backward was not captured",
-    "live.capture",
-    way_out="torch.autograd.grad, or .backward()",
 )
 
-_DIFFERENTIABLE = Reason(
+_DIFFERENTIABLE = _reason(
     "differentiable",
     "under create_graph=True autograd records each operation of the backward: there is nothing to compile",
-    "live.capture",
-    way_out="nothing to do: the backward through what it leaves behind is compiled",
 )
 
-_SMALL_NESTED = Reason(
+_SMALL_NESTED = _reason(
     "nested-small",
     "a backward inside another has so few nodes that torch's engine runs it sooner than it is collected",
-    "live.capture",
-    way_out="nothing to do; strict=True captures nevertheless",
 )
 
-_COMPILED_ALREADY = Reason(
+_COMPILED_ALREADY = _reason(
     "compiled-already",
     "besides the backward of a compiled forward there is at most one node: torch's engine runs it",
-    "live.capture",
-    way_out="nothing to do; strict=True captures nevertheless",
 )
 
 _NO_STATE = _reason(

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
 from torch.autograd.function import BackwardCFunction
 
 from retrograd.engine import (
     call_cpp_tensor_pre_hooks,
     counts_other_hooks,
     materializes_grads,
-    modified_error,
     node_under_way,
     raise_modified,
     saved_name,
@@ -33,6 +30,8 @@ from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.tensor import graph_is_kept, zeros_of_slot
 
 Grad = torch.Tensor | None
+#: tensors, with the versions that they must have
+Pairs = Sequence[tuple[torch.Tensor, int]]
 
 
 def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
@@ -55,27 +54,6 @@ def unpack(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
-class ModifiedTensor:
-    """A saved tensor of a Function that was changed in place after the backward began."""
-
-    error: str
-
-    def unpack(self) -> torch.Tensor:
-        """Raise what eager raises when the Function reads the tensor."""
-        raise RuntimeError(self.error)
-
-
-@without_torch_functions
-def mark_modified(args: Sequence[Any], saved: Sequence[tuple[torch.Tensor, int]]) -> Any:
-    """Return the `args` of a Function's call with a `ModifiedTensor` in place of each `saved` tensor whose
-    version has changed."""
-    marks: dict[int, Any] = {
-        id(one): ModifiedTensor(modified_error(one, v)) for one, v in saved if one._version != v
-    }
-    return fx.node.map_aggregate(args, lambda value: marks.get(id(value), value))
-
-
 class FunctionContext:
     """Replaces ``ctx`` during one backward.
 
@@ -86,7 +64,7 @@ class FunctionContext:
 
     __slots__ = ("__weakref__", "_ctx", "_saved", "_versions")
 
-    def __init__(self, ctx: Any, saved: Sequence[Any], versions: Sequence[int | None]) -> None:
+    def __init__(self, ctx: Any, saved: Sequence[Any], versions: Pairs) -> None:
         object.__setattr__(self, "_ctx", ctx)
         object.__setattr__(self, "_saved", saved)
         object.__setattr__(self, "_versions", versions)
@@ -97,11 +75,7 @@ class FunctionContext:
         began."""
         if self._saved is None:  # torch raises its own error
             return self._ctx.saved_tensors
-        for value, version in zip(self._saved, self._versions, strict=True):
-            if isinstance(value, ModifiedTensor):
-                value.unpack()
-            elif version is not None:
-                raise_modified([(value, version)])
+        raise_modified(self._versions)
         return tuple(self._saved)
 
     @property
@@ -122,6 +96,7 @@ class FunctionContext:
             if isinstance(self._saved, list) and any(isinstance(v, torch.Tensor) for v in self._saved):
                 list.clear(self._saved)  # made for this run; perhaps a list of FX, whose own ``clear`` raises
             object.__setattr__(self, "_saved", None)
+            object.__setattr__(self, "_versions", ())
 
     def __eq__(self, other: object) -> bool:
         return self._ctx is (other._ctx if type(other) is type(self) else other)
@@ -151,7 +126,12 @@ def _context_class(cls: type) -> type[FunctionContext]:
 
 
 def call_backward(
-    ctx: Any, grads: Sequence[Grad], saved: Sequence[Any], is_tensor: Sequence[bool], zeros: Sequence[Any]
+    ctx: Any,
+    grads: Sequence[Grad],
+    saved: Sequence[Any],
+    is_tensor: Sequence[bool],
+    zeros: Sequence[Any],
+    modified: Pairs = (),
 ) -> list[Grad]:
     """Run the Function's ``backward`` (or ``vjp``).
 
@@ -163,6 +143,7 @@ def call_backward(
         is_tensor: for each argument of the forward, whether it was a tensor.
         zeros: for each gradient that nothing produces, what the engine passes instead: sizes, dtype, device
             and layout of zeros, or () for none. None for a gradient that something may produce.
+        modified: saved tensors, with their versions when the backward began; given if one has changed since.
 
     Returns:
         One gradient for each argument of the forward.
@@ -172,28 +153,19 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    given = _context_class(type(ctx))(ctx, saved, versions_of(saved))
-    return _call(ctx, given, grads, is_tensor, zeros)
+    versions = zip(saved, versions_of(saved), strict=True)
+    pairs = [*modified, *((value, version) for value, version in versions if version is not None)]
+    return _call(ctx, _context_class(type(ctx))(ctx, saved, pairs), grads, is_tensor, zeros)
 
 
 def call_kept_backward(
-    ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any], packed: Sequence[Any]
+    ctx: Any, grads: Sequence[Grad], is_tensor: Sequence[bool], zeros: Sequence[Any]
 ) -> list[Grad]:
     """Like `call_backward`, for a context that the engine has not released. The backward unpacks its saved
-    tensors whenever it reads them. Afterwards we release them, as eager does.
-
-    Args:
-        ctx, grads, is_tensor, zeros: as for `call_backward`.
-        packed: the saved tensors. One behind saved-tensor hooks is a pair of unpack hook and packed value.
-            They are needed if stock compiled autograd runs the plan, because it has released the context.
+    tensors whenever it reads them, and torch checks their versions. Afterwards we release them, as eager
+    does.
     """
-    given = ctx
-    if node_under_way() is None:
-        # What a hook unpacks may be changed.
-        versions = versions_of([None if type(item) is tuple else item for item in packed])
-        unpacked = [unpack(*item) if type(item) is tuple else item for item in packed]
-        given = _context_class(type(ctx))(ctx, unpacked, versions)
-    result = _call(ctx, given, grads, is_tensor, zeros)
+    result = _call(ctx, ctx, grads, is_tensor, zeros)
     ctx.maybe_clear_saved_tensors()
     return result
 

@@ -101,12 +101,3 @@ class CallGraph:
         node = self.add(call, target, (hook, grad))
         self.before_hooks[node] = grad
         return node
-
-
-def is_from_hook(value: Value, *kinds: HookKind) -> bool:
-    """Whether `value` comes from a hook of one of `kinds`."""
-    if value is None or value.op != "call_function":
-        return False
-    call = value.meta["call"]
-    source = value.args[0] if call.kind is CallKind.PROJECT else value
-    return isinstance(source, fx.Node) and source.op == "call_function" and source.meta["call"].hook in kinds

@@ -119,10 +119,9 @@ class BackwardRecorder:
             return self._call_node(CallKind.FUNCTION, user_code.call_backward, all_given, wanted, note)
         # Only the Function can unpack its saved tensors with their original history, and it does so when it
         # reads them.
-        saved = [value.args if value in packed else value for value in saved_values]
         for value in packed:
             self._calls.graph.erase_node(value)
-        args = (ctx, grads, tuple(wanted), zeros, saved)
+        args = (ctx, grads, tuple(wanted), zeros)
         return self._call_node(CallKind.FUNCTION, user_code.call_kept_backward, args, wanted)
 
     def aot_backward(self, aot: AotBackward, call: AotCall) -> list[Value]:

@@ -92,52 +92,33 @@ def collect_and_run(backward: LiveBackward, finished: Finished, run: Callable[[C
         Refusal: user code differentiates through the graph of the running backward.
         Exception: as `collect`; nothing was consumed unless `run` was called.
     """
-    request, is_new = backward.request, False
-    if not request.keep_graph and (asks_in(request) or _is_to_be_kept(backward)):
-        _run_kept(backward, finished, run)
-        return
-    call = None
-    try:
-        call = _collect(backward, finished, request, run)
-    except Refusal as refusal:
-        if refusal.code != _GRAPH_NEEDED:
-            raise
-        is_new = True
-    if is_new:
-        _look_and_run(backward, finished, run)
-    elif call is not None:
-        run(call)
+    request = backward.request
+    is_known = not request.keep_graph and (asks_in(request) or _is_to_be_kept(backward))
+    if not is_known:
+        try:
+            call = _collect(backward, finished, request, run)
+        except Refusal as refusal:
+            if refusal.code != _GRAPH_NEEDED:
+                raise
+        else:
+            if call is not None:
+                run(call)
+            return
+    _run_kept(backward, finished, run, is_known)
 
 
 def _collect(
-    backward: LiveBackward,
-    finished: Finished,
-    request: EngineRequest,
-    run: Callable[[Collected], None],
-    *,
-    is_known: bool = False,
+    backward: LiveBackward, finished: Finished, request: EngineRequest, run: Callable[[Collected], None]
 ) -> Collected | None:
-    """Collect `request`. `is_known` means that we have inspected the structure. The engine may still not have
-    cached it, for example if sizes have changed."""
+    def noting(graph: BackwardGraph) -> CapturedBackward:
+        if kept := _kept_calls(graph):
+            _kept_classes.update(type(backward.node_calls[index]) for index in kept)
+        if not request.keep_graph and (kept or _may_be_reentered(graph, backward.node_calls)):
+            raise Refusal(_GRAPH_NEEDED, "user code may need the autograd graph")
+        return finished(graph, backward)
+
     with event("retrograd.collect"):
-        return collect(request, lambda: _protocol(backward, finished, request.keep_graph or is_known), run)
-
-
-def _look_and_run(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
-    if _look(backward, finished):
-        _run_kept(backward, finished, run)
-    elif (call := _collect(backward, finished, backward.request, run, is_known=True)) is not None:
-        run(call)
-
-
-def _look(backward: LiveBackward, finished: Finished) -> bool:
-    """Whether `backward` needs its graph. We collect it here without running it."""
-    seen: list[Collected] = []
-    call = _collect(backward, finished, replace(backward.request, keep_graph=True), seen.append) or seen[0]
-    is_watched, graph = _is_watched(call), call.artifact.graph
-    if is_watched and any(called.hook is HookKind.UNPACK for _, called in graph.calls()):
-        _kept_graphs.update((beginning_of(backward.asked), names_of_nodes(backward.asked)))
-    return is_watched or bool(_kept_calls(graph))
+        return collect(request, lambda: EngineProtocol(BackwardRecorder(noting)), run)
 
 
 def _is_watched(call: Collected) -> bool:
@@ -156,23 +137,20 @@ def _is_watched(call: Collected) -> bool:
     return bool(asking)
 
 
-def _protocol(backward: LiveBackward, finished: Finished, graph_is_kept: bool) -> EngineProtocol:
-    def noting(graph: BackwardGraph) -> CapturedBackward:
-        if kept := _kept_calls(graph):
-            _kept_classes.update(type(backward.node_calls[index]) for index in kept)
-        if not graph_is_kept and (kept or _may_be_reentered(graph, backward.node_calls)):
-            raise Refusal(_GRAPH_NEEDED, "user code may need the autograd graph")
-        return finished(graph, backward)
-
-    return EngineProtocol(BackwardRecorder(noting))
-
-
-def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collected], None]) -> None:
+def _run_kept(
+    backward: LiveBackward, finished: Finished, run: Callable[[Collected], None], is_known: bool
+) -> None:
     kept = replace(backward.request, keep_graph=True)
     ran: list[tuple[CapturedBackward, list[Any], AsSaved]] = []
 
+    def look(call: Collected) -> bool:
+        is_watched, calls = _is_watched(call), call.artifact.graph.calls()
+        if is_watched and not is_known and any(called.hook is HookKind.UNPACK for _, called in calls):
+            _kept_graphs.update((beginning_of(backward.asked), names_of_nodes(backward.asked)))
+        return is_watched
+
     def run_then_release(call: Collected) -> None:
-        _is_watched(call)
+        look(call)
         ran.append((call.artifact, list(call.hooks), AsSaved(call.inputs)))
         run(call)
 
@@ -180,7 +158,7 @@ def _run_kept(backward: LiveBackward, finished: Finished, run: Callable[[Collect
     try:
         with window.capture():
             call = _collect(backward, finished, kept, run_then_release)
-            is_watched = call is not None and _is_watched(call)
+            is_watched = call is not None and look(call)
             if call is not None and not is_watched:
                 _release_executed(backward, call.artifact, already_run=False)
         if call is not None:

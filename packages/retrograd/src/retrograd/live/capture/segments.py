@@ -1,8 +1,8 @@
 """Cuts a backward in eager's order into segments, opaque calls and accumulations.
 
-In: a `BackwardGraph` in eager's order, and which built-in nodes must stay opaque. Out: a `Schedule`. A call
-whose numbers differ between captures becomes a separate, interpreted segment, so that all other segments stay
-equal. So after two captures, a third value of such a number compiles nothing.
+In: a `BackwardGraph` in eager's order, and which functional calls must stay opaque. Out: a `Schedule`. A call
+whose numbers differ between captures is opaque, so that all segments stay equal. So after two captures, a
+third value of such a number compiles nothing.
 
 Hardly anything can observe an accumulation into ``.grad`` before the next opaque call, so it does not end a
 compiled segment. We delay it until the next opaque call, the end, or the end of the region that computes its
@@ -32,7 +32,6 @@ from retrograd.graph.backward_graph import (
     dying_values,
     is_alias,
 )
-from retrograd.graph.reach import reached
 from retrograd.graph.structure import structure_and_numbers
 from retrograd.process import Recent
 
@@ -44,7 +43,6 @@ Divide = Callable[[Sequence[fx.Node]], Sequence[Sequence[fx.Node]]]
 def cut(
     backward: BackwardGraph,
     opaque: Mapping[fx.Node, str],
-    uncaptured: Mapping[fx.Node, str] | None = None,
     divide: Divide | None = None,
     at_once: bool = False,
 ) -> Schedule:
@@ -53,29 +51,25 @@ def cut(
     Args:
         backward: in eager's order.
         opaque: functional calls that must run as in eager, with the reason.
-        uncaptured: functional calls that are interpreted in segments of their own, with the reason.
         divide: divides a run of functional calls into segments. Without it, each run is one segment.
         at_once: whether each accumulation ends a segment.
     """
-    uncaptured = uncaptured or {}
-    runs = _Cutter(opaque, uncaptured, divide, at_once).run(backward)
+    runs = _Cutter(opaque, divide, at_once).run(backward)
     dying = dying_values([_values_of(run) for run in runs], backward.outputs())
     steps = tuple(
-        _segment(run, gone, uncaptured) if isinstance(run, list) else run
-        for run, gone in zip(runs, dying, strict=True)
+        _segment(run, gone) if isinstance(run, list) else run for run, gone in zip(runs, dying, strict=True)
     )
     return Schedule(steps, dying)
 
 
-_Reasons = Mapping[fx.Node, str]
 _Run = list[fx.Node] | OpaqueCall | Accumulation
 
 
 class _Cutter:
     """Groups consecutive functional calls into runs, and separates them from all other calls."""
 
-    def __init__(self, opaque: _Reasons, uncaptured: _Reasons, divide: Divide | None, at_once: bool) -> None:
-        self._opaque, self._uncaptured, self._divide, self._at_once = opaque, uncaptured, divide, at_once
+    def __init__(self, opaque: Mapping[fx.Node, str], divide: Divide | None, at_once: bool) -> None:
+        self._opaque, self._divide, self._at_once = opaque, divide, at_once
         self._runs: list[_Run] = []
         self._current: list[fx.Node] = []
         self._accumulations: list[Accumulation] = []
@@ -89,11 +83,6 @@ class _Cutter:
                 self._accumulations.append(Accumulation(node))
                 if self._at_once:
                     self._flush()
-            elif node in self._uncaptured:
-                self._flush()
-                run = sorted(reached([node], _taken_from))
-                done.update(run)
-                self._runs.append(run)
             elif call.kind.is_functional and node not in self._opaque:
                 self._current.append(node)
             else:
@@ -123,13 +112,6 @@ class _Cutter:
         self._current, self._accumulations = [], []
 
 
-def _taken_from(node: fx.Node) -> list[fx.Node]:
-    """The calls that check the gradients of a node call, or take them out of its list. Compiled code cannot
-    take such a list."""
-    users = [user for user in node.users if user.op == "call_function"]
-    return [user for user in users if call_of(user).kind in (CallKind.VALIDATE, CallKind.PROJECT)]
-
-
 def _values_of(run: _Run) -> Iterator[fx.Node]:
     """The values that a step reads and computes."""
     for node in run if isinstance(run, list) else [run.node]:
@@ -139,12 +121,11 @@ def _values_of(run: _Run) -> Iterator[fx.Node]:
         yield from run.projections
 
 
-def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node], uncaptured: Mapping[fx.Node, str]) -> Segment:
+def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node]) -> Segment:
     own = set(nodes)
     inputs = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in own)
     outputs = tuple(node for node in nodes if node not in dying)
-    worth = _is_worth_compiling(nodes)
-    return Segment(tuple(nodes), tuple(inputs), outputs, worth, uncaptured.get(nodes[0], ""))
+    return Segment(tuple(nodes), tuple(inputs), outputs, _is_worth_compiling(nodes))
 
 
 def _is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:

@@ -36,7 +36,7 @@ from retrograd.graph.backward_graph import (
     call_of,
 )
 from retrograd.live.calls import gradients, user_code
-from retrograd.live.capture.call_graph import CallGraph, is_from_hook
+from retrograd.live.capture.call_graph import CallGraph
 from retrograd.live.inlined.undefined_grads import UndefinedGrads
 
 Value = Any  # an FX node of the captured graph, a number, or None for an undefined gradient
@@ -105,7 +105,7 @@ class CompiledFunctions:
         late: list[list[_LateHook]] = []
         for grad in grads:
             chain: list[fx.Node] = []
-            while grad is not None and is_from_hook(grad, HookKind.TENSOR_PRE, HookKind.RETAIN_GRAD):
+            while grad in self._calls.before_hooks:
                 chain.append(grad)
                 grad = self._calls.before_hooks[grad]
             bare.append(grad)

@@ -291,11 +291,6 @@ class Lowerer:
                 self._raised_in = call_name(node)
                 raise
 
-    @property
-    def is_static(self) -> bool:
-        """Whether the function was lowered last with every size fixed."""
-        return bool(self.lowered) and self.lowered[0].guard.is_static
-
     def has_code(self, lowered: Lowered) -> bool:
         """Whether the code is ready. If it was compiled in the background and is finished, take it now."""
         pending = lowered.pending

@@ -30,11 +30,9 @@ from retrograd.graph.backward_graph import (
     SourceKind,
     call_of,
     dying_values,
-    is_alias,
 )
 from retrograd.graph.emit import Boxed, Emitter, emit_calls
 from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
-from retrograd.live.calls.user_code import mark_modified
 from retrograd.live.plan_log import PlanLog
 from retrograd.runtime.modes import KeptModes, ModesKept, torch_functions_off
 
@@ -122,7 +120,6 @@ class GeneratedSource:
             quiet=torch_functions_off,
             accumulate_one=accumulate_quietly,
             raise_modified=raise_modified,
-            mark_modified=mark_modified,
         )
         self._name_inputs()
         self._watch()
@@ -154,7 +151,7 @@ class GeneratedSource:
             read: Sequence[fx.Node] = ()
             if isinstance(step, Segment):
                 read = step.inputs
-            elif isinstance(step, OpaqueCall) and call_of(step.node).kind is CallKind.FUNCTION:
+            elif isinstance(step, OpaqueCall) and call_of(step.node).hook is None:
                 read = step.node.all_input_nodes
             saved = [node for node in read if node in self._layout.saved] if may_be_changed else []
             if saved:
@@ -238,10 +235,7 @@ class GeneratedSource:
         self.emit.line("del args")
 
     def _shorter(self, node: fx.Node) -> str | None:
-        """A faster expression with the same result as the call of a node or a check; None if there is
-        none."""
-        if _returns_what_it_is_given(node):
-            return self.emit.expression(node.args[0])
+        """A faster expression with the same result as the call of a check; None if there is none."""
         if call_of(node).kind is not CallKind.VALIDATE or not isinstance(node.target, OutputCheck):
             return None
         if any(arg not in node.args[0] for arg in node.all_input_nodes):  # type: ignore[operator]
@@ -279,7 +273,8 @@ class GeneratedSource:
         dying = self._dying[number]
         self.emit.line(f"backward.node_call = {call_of(step.node).node_call}")
         self.emit.line(f"args = {self.emit.expression(list(step.node.args))}")
-        self._if_changed(number, "args = mark_modified(args, {})")
+        is_function = call_of(step.node).kind is CallKind.FUNCTION
+        self._if_changed(number, "args.append({})" if is_function else "raise_modified({})")
         made = [step.node, *step.projections]
         self.emit.let_go(node for node in dying if node not in made)
         self.emit.line(f"result = user.call({self.emit.refer('call', step.node.target)}, args)")
@@ -294,30 +289,6 @@ class GeneratedSource:
 
 def _nodes_of(step: PlanStep) -> Sequence[fx.Node]:
     return step.nodes if isinstance(step, Segment) else (step.node,)
-
-
-def _returns_what_it_is_given(node: fx.Node) -> bool:
-    """Whether the call is the backward of an alias, or a check of results whose gradients passed the same
-    check."""
-    if call_of(node).kind is not CallKind.VALIDATE:
-        return is_alias(node)
-    if not isinstance(node.target, OutputCheck):
-        return False
-    results, asked = node.args[:2]
-    return all(_is_checked(*pair) for pair in zip(results, asked, strict=True))  # type: ignore[arg-type]
-
-
-def _is_checked(result: Any, asked: Any) -> bool:
-    """Whether the gradient behind this result of an alias's backward has passed a check against the same
-    metadata."""
-    for is_step in (is_alias, lambda node: call_of(node).kind is CallKind.VALIDATE):
-        if result is None or result.op != "call_function" or call_of(result).kind is not CallKind.PROJECT:
-            return False
-        node, place = result.args
-        if not is_step(node):
-            return False
-        result, last = node.args[0][place], node
-    return bool(last.args[1][place] == asked)
 
 
 def _is_only_for_post_hooks(accumulation: fx.Node) -> bool:

@@ -22,7 +22,6 @@ from retrograd.graph.backward_graph import (
     OpaqueCall,
     PlanStep,
     Segment,
-    Source,
     SourceKind,
     call_of,
 )
@@ -70,7 +69,8 @@ def rest_with_changes(
     came = {i: on for i, on in came.items() if i in remaining or places[i, 0] >= places[here.place]}
     rest = _Rest(graph, list(values), finished, came, requested, places)
     hooks = [late.hook for waiting in came.values() for late in waiting]
-    return rest.laid_out(), dict(zip(rest.placeholders, [*values.values(), *hooks], strict=True))
+    made = rest.laid_out()
+    return made, dict(zip(dict(made.placeholders()), [*values.values(), *hooks], strict=True))
 
 
 def _forget_removed(
@@ -147,7 +147,6 @@ class _Rest:
     Law: a new hook runs where eager would call it, after the older hooks of its kind.
 
     Attributes:
-        placeholders: those for `computed`, then one for each new hook.
         _last: for each gradient with hooks of tensors, the last of them.
         _hooked: the gradients with hooks, which the engine calls in C++ or Python.
         _inlined: the gradients that enter an inlined node. It may read one before its hooks run.
@@ -168,15 +167,15 @@ class _Rest:
         self._waiting = {index: list(hooks) for index, hooks in came.items()}
         self._calls = CallGraph()
         self._graph = self._calls.graph
-        self.placeholders: list[fx.Node] = []
-        self._new: dict[fx.Node, Any] = {node: self._placeholder(node.name) for node in computed}
+        late = [hook for hooks in came.values() for hook in hooks]
+        sources = [self._calls.placeholder(SourceKind.INPUT, i) for i in range(len(computed) + len(late))]
+        self._new: dict[fx.Node, Any] = dict(zip(computed, sources, strict=False))
+        self._hooks = dict(zip(late, sources[len(computed) :], strict=True))
         self._before: dict[fx.Node, fx.Node] = {}
         remaining = [(node, call) for node, call in backward.calls() if node not in done]
         self._last = {_slot(node): node for node, call in remaining if call.hook is HookKind.TENSOR_PRE}
         self._hooked = {_slot(node) for node, call in remaining if call.hook in _OF_TENSORS}
         self._inlined = {_slot(node) for node, call in remaining if call.kind is CallKind.ATEN}
-        late = [hook for hooks in came.values() for hook in hooks]
-        self._hooks = {hook: self._placeholder(f"late_hook_{i}") for i, hook in enumerate(late)}
 
     def laid_out(self) -> BackwardGraph:
         outputs = self._backward.outputs()
@@ -196,12 +195,6 @@ class _Rest:
             tuple(self._before[out] if out in self._before else self._value(out) for out in outputs)
         )
         return self._backward.with_graph(self._graph)
-
-    def _placeholder(self, name: str) -> fx.Node:
-        node = self._graph.placeholder(name)
-        node.meta["source"] = Source(SourceKind.INPUT, len(self.placeholders))
-        self.placeholders.append(node)
-        return node
 
     def _blocks(self) -> list[tuple[int, list[fx.Node]]]:
         """The remaining calls of each node call, and of each step of an inlined node."""
@@ -278,15 +271,12 @@ class _Rest:
         for node, element in zip(
             old, self._calls.elements(result, [n is not None for n in old]), strict=True
         ):
-            self._rename(node, element)
+            if isinstance(node, fx.Node):
+                self._new[node] = element
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], call: Call, hook: HookKind) -> fx.Node:
         slot = call.slot if hook in _OF_TENSORS else None
         return self._calls.add(Call(CallKind.HOOK, call.node_call, hook, slot=slot), target, args)
-
-    def _rename(self, old: Any, new: Any) -> None:
-        if isinstance(old, fx.Node):
-            self._new[old] = new
 
     def _value(self, node: Any) -> Any:
         return self._new.get(node, node) if isinstance(node, fx.Node) else node

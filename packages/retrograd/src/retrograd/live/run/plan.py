@@ -35,7 +35,6 @@ from retrograd.graph.backward_graph import (
     Segment,
     SourceKind,
     call_name,
-    call_of,
     source_of,
 )
 from retrograd.live.capture.segments import changing_numbers, cut
@@ -223,12 +222,12 @@ def _schedule(
 ) -> Schedule:
     named = _calls_named(graph, dict.fromkeys(config.opaque, "named in opaque="))
     if not backend.traces:
-        own = (node for node, call in graph.calls() if leaked and call.node_call == leaked[0])
-        here = [node for node in own if call_of(node).kind.is_functional]
-        return cut(graph, named, dict.fromkeys(here, "in modes that user code left"), at_once=True)
+        here = (pair for pair in graph.calls() if leaked and pair[1].node_call == leaked[0])
+        switched = {node: "in modes that user code left" for node, call in here if call.kind.is_functional}
+        return cut(graph, switched | named, at_once=True)
     smallest = config.smallest_repeat
     divide = partial(regions_of, smallest=smallest, copies=config.fewest_copies) if smallest else None
-    return cut(graph, named, changing_numbers(graph) | _calls_named(graph, raised), divide)
+    return cut(graph, changing_numbers(graph) | _calls_named(graph, raised) | named, divide)
 
 
 def _calls_named(graph: BackwardGraph, reasons: Mapping[str, str]) -> dict[fx.Node, str]:

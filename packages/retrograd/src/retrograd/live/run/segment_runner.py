@@ -168,6 +168,4 @@ def runner_of(segment: Segment, number: int, config: Config, backend: Backend, l
 def _why_interpreted(segment: Segment, backend: Backend) -> str | None:
     if not backend.traces:
         return f"backend {backend.name} interprets"
-    if segment.interpret_because:
-        return segment.interpret_because
     return None if segment.worth_compiling else "nothing in it is worth compiling"
