@@ -16,75 +16,58 @@ from typing import TYPE_CHECKING, Any
 from retrograd.version import VERSION
 
 if TYPE_CHECKING:
-    from retrograd.api import CompiledAutograd, compile, compiled_autograd, disable, enable, explain, reset
-    from retrograd.config import Config
-    from retrograd.dynamo import CompiledStep, compile_step
-    from retrograd.errors import (
-        BackendError,
-        CallError,
-        CaptureError,
-        ContextError,
-        ExportError,
-        FallbackWarning,
-        LoadError,
-        LoweringError,
-        OptionError,
-        PassError,
-        RetrogradError,
-        UnlikeTracedError,
-        UnsupportedTorchError,
-        VerificationError,
-    )
-    from retrograd.events import counters
+    from retrograd.api import CompiledAutograd as CompiledAutograd
+    from retrograd.api import compile as compile
+    from retrograd.api import compiled_autograd as compiled_autograd
+    from retrograd.api import disable as disable
+    from retrograd.api import enable as enable
+    from retrograd.api import explain as explain
+    from retrograd.api import reset as reset
+    from retrograd.config import Config as Config
+    from retrograd.dynamo import CompiledStep as CompiledStep
+    from retrograd.dynamo import compile_step as compile_step
+    from retrograd.errors import BackendError as BackendError
+    from retrograd.errors import CallError as CallError
+    from retrograd.errors import CaptureError as CaptureError
+    from retrograd.errors import ContextError as ContextError
+    from retrograd.errors import ExportError as ExportError
+    from retrograd.errors import FallbackWarning as FallbackWarning
+    from retrograd.errors import LoadError as LoadError
+    from retrograd.errors import LoweringError as LoweringError
+    from retrograd.errors import OptionError as OptionError
+    from retrograd.errors import PassError as PassError
+    from retrograd.errors import RetrogradError as RetrogradError
+    from retrograd.errors import UnlikeTracedError as UnlikeTracedError
+    from retrograd.errors import UnsupportedTorchError as UnsupportedTorchError
+    from retrograd.errors import VerificationError as VerificationError
+    from retrograd.events import counters as counters
 
 __version__ = VERSION
 
-#: The module that defines each public name. All others are exceptions, in `retrograd.errors`.
+#: The public names, each with the module that defines it.
 _HOMES = {
-    **dict.fromkeys(
-        ["CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset"],
-        "retrograd.api",
-    ),
+    **dict.fromkeys([
+        "CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset",
+    ], "retrograd.api"),
     **dict.fromkeys(["CompiledStep", "compile_step"], "retrograd.dynamo"),
+    **dict.fromkeys([
+        "BackendError", "CallError", "CaptureError", "ContextError", "ExportError", "FallbackWarning",
+        "LoadError", "LoweringError", "OptionError", "PassError", "RetrogradError", "UnlikeTracedError",
+        "UnsupportedTorchError", "VerificationError",
+    ], "retrograd.errors"),
     "Config": "retrograd.config",
     "counters": "retrograd.events",
-}
+}  # fmt: skip
 
-__all__ = [
-    "BackendError",
-    "CallError",
-    "CaptureError",
-    "CompiledAutograd",
-    "CompiledStep",
-    "Config",
-    "ContextError",
-    "ExportError",
-    "FallbackWarning",
-    "LoadError",
-    "LoweringError",
-    "OptionError",
-    "PassError",
-    "RetrogradError",
-    "UnlikeTracedError",
-    "UnsupportedTorchError",
-    "VerificationError",
-    "compile",
-    "compile_step",
-    "compiled_autograd",
-    "counters",
-    "disable",
-    "enable",
-    "explain",
-    "reset",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name == "aot":
         return _imported("retrograd.aot")
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'retrograd' has no attribute {name!r}")
-    return getattr(_imported(_HOMES.get(name, "retrograd.errors")), name)
+    return getattr(_imported(_HOMES[name]), name)
 
 
 def _imported(module: str) -> Any:
@@ -102,4 +85,4 @@ def _imported(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*_HOMES, "__version__"])

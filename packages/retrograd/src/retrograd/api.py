@@ -21,7 +21,7 @@ from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
 from retrograd.config import Config, check, checked
 from retrograd.dynamo import config_of
-from retrograd.dynamo.backend import ChosenBackend
+from retrograd.dynamo.backend import ConfiguredBackend
 from retrograd.dynamo.compiled_forwards import watch_compiled_forwards
 from retrograd.dynamo.frames import compiled_frames
 from retrograd.dynamo.left_to_python import LeftToPython
@@ -226,7 +226,7 @@ def compile(
     watch = LeftToPython(name_of(target), replace(config, strict=config.strict or fullgraph), report)
     compiled: Any = compiled_frames(
         target,
-        ChosenBackend.of(mode, chosen, dynamic, fullgraph),
+        ConfiguredBackend(config, chosen, (mode, dynamic, fullgraph)),
         watch,
         fullgraph=fullgraph,
         dynamic=dynamic,

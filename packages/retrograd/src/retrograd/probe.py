@@ -18,13 +18,15 @@ import torch
 from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 from torch.utils.checkpoint import checkpoint
 
-from retrograd.engine.collection import CacheEntry, clear_engine_cache, collect
+from retrograd.config import Config
 from retrograd.engine.protocol import EngineProtocol
-from retrograd.engine.request import EngineRequest
-from retrograd.errors import Refusal, UnsupportedTorchError, first_line
+from retrograd.errors import CaptureError, UnsupportedTorchError, first_line
 from retrograd.facts import read_table
 from retrograd.facts.patches import COLLECTING, TABLE, handled_here, owner_and_attribute
 from retrograd.facts.releases import CHECKPOINT
+from retrograd.live.contexts import enter, leave
+from retrograd.live.session import Session
+from retrograd.report import Report
 
 #: The releases under which all tests ran.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -60,50 +62,23 @@ def unlike_calls() -> Iterator[str]:
                 yield f"AutogradCompilerInstance.{name} as it was ({error})"
 
 
-class _Listener:
-    """A recorder and artifact that only records the names of nodes."""
-
-    n_outputs, needs_engine_frame = 0, False
-
-    def __init__(self) -> None:
-        self.nodes: list[str] = []
-
-    def __call__(self, _: Any) -> list[None]:
-        return []
-
-    def begin(self, inputs: int, sizes: int, scalars: int) -> tuple[list[int], ...]:
-        return list(range(inputs)), list(range(sizes)), list(range(scalars))
-
-    def enter_node(self, index: int, name: str) -> None:
-        self.nodes.append(name)
-
-    def node(self, name: str, fn: Any, grads: Any, args: Any, wanted: list[bool], is_cpp: bool) -> list[Any]:
-        return [name if want else None for want in wanted]
-
-    def validate(self, fn: Any, outputs: list[Any], args: Any) -> list[Any]:
-        return outputs
-
-    def accumulate(self, variable: Any, grad: Any, has_post_hooks: bool) -> Any:
-        return grad
-
-    def finish(self, outputs: list[Any]) -> CacheEntry:
-        return CacheEntry(self)
-
-
 def unlike_backward() -> Iterator[str]:
     """How the engine's protocol differs from what we expect, in the backward of ``x.sin()``."""
-    listener: Any = _Listener()
-    request = EngineRequest((_leaf().sin(),), (_leaf().detach(),), False, False, accumulate_grad=True)
+    report, root = Report(), _leaf().sin()
+    session = Session(Config(backend="eager", strict=True), report)
+    enter(session, session)
     try:
-        collect(request, lambda: EngineProtocol(listener), lambda _: None)
-        if listener.nodes != _SINE:
-            yield f"the engine's protocol as it was (of {_SINE} it tells {listener.nodes})"
-    except Refusal:
-        pass  # another thread is in a backward: skip this check
+        root.backward()
+        told = [call.name for backward in report.backwards for call in backward.graph.node_calls]
+        if told != _SINE:
+            yield f"the engine's protocol as it was (of {_SINE} it tells {told})"
+    except CaptureError as error:
+        if error.reason.code != "engine-busy":  # another thread is in a backward: skip this check
+            yield f"the engine's protocol as it was ({first_line(error.__cause__ or error)})"
     except Exception as error:
         yield f"the engine's protocol as it was ({first_line(error)})"
     finally:
-        clear_engine_cache()  # otherwise the engine would pass the listener to the next such backward
+        leave(session)
 
 
 _SINE = ["torch::autograd::GraphRoot", "SinBackward0", "torch::autograd::AccumulateGrad"]

@@ -585,7 +585,7 @@ def test_another_stream_than_the_recorded_one():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(3, "an input is int"), (torch.empty(1, device="meta"), "an input is on meta")]
+    ("value", "text"), [(0.5, "an input is float"), (torch.empty(1, device="meta"), "an input is on meta")]
 )
 def test_inputs_that_are_no_tensors_of_the_device(value, text):
     recorder = Recorder()

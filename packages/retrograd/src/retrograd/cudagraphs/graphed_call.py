@@ -115,7 +115,8 @@ def has_failed(operator: str) -> bool:
 
 
 class GraphedCall:
-    """Records and replays `fn`. `fn` may write only to the inputs that `values` names.
+    """Records and replays `fn`. `fn` may write only to the inputs that `values` names. Whole numbers among
+    its inputs are the same in each call.
 
     Args:
         fn: the function.
@@ -216,8 +217,8 @@ class GraphedCall:
         if (reason := self._why_not_recorded(inputs)) is not None:
             self._tell(reason)
             return None
-        addresses = [0 if value is None else value.data_ptr() for value in inputs]
-        sizes = [0 if value is None else value.nbytes for value in inputs]
+        addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in inputs]
+        sizes = [value.nbytes if isinstance(value, torch.Tensor) else 0 for value in inputs]
         given = self._given(inputs)
         current = (one for one in self._recordings if one.copied == self._history.copied)
         are_held = any(one.fits(inputs, self._loose) for one in current)
@@ -259,7 +260,7 @@ class GraphedCall:
     def _given(self, inputs: Sequence[Any]) -> dict[int, int]:
         """By index, the storage address of each input that a recording produced."""
         there = self._program.given()
-        found = {i: memory_of(value) for i, value in enumerate(inputs) if value is not None}
+        found = {i: memory_of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         return {i: address for i, address in found.items() if address in there}
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
@@ -307,11 +308,13 @@ class GraphedCall:
 
     def _why_not_recorded(self, inputs: Sequence[Any]) -> Reason | None:
         for value in inputs:
-            if value is not None and not isinstance(value, torch.Tensor):
+            if value is None or type(value) is int:
+                continue
+            if not isinstance(value, torch.Tensor):
                 return refusal(NOT_NOW, f"an input is {type(value).__name__}, and no tensor")
-            if value is not None and value.device != self._device:
+            if value.device != self._device:
                 return refusal(NOT_NOW, f"an input is on {value.device}, and not on {self._device}")
-            if value is not None and geometry_of(value) is None:
+            if geometry_of(value) is None:
                 return refusal(NOT_NOW, "an input is lazily conjugated or negated, sparse or batched")
         if self._is_over:
             return _MOVING

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from retrograd.cudagraphs.graphed_call import HELD, NOT_NOW, GraphedCall, Values, has_failed
@@ -45,7 +44,7 @@ class GraphedFunction:
 
     Args:
         code: the function.
-        make: makes the `GraphedCall` of a function for one more set.
+        make: makes the `GraphedCall` for one more set.
         instead: called once, if a call cannot be recorded.
         inputs: example values of its inputs.
         tell: called with the reason if calls with some sizes are not recorded.
@@ -54,7 +53,7 @@ class GraphedFunction:
     def __init__(
         self,
         code: Boxed,
-        make: Callable[[Boxed], GraphedCall],
+        make: Callable[[], GraphedCall],
         instead: Instead,
         inputs: Sequence[Any],
         tell: Callable[[Reason], None],
@@ -62,9 +61,8 @@ class GraphedFunction:
         self._code, self._make, self._instead = code, make, instead
         self._tell = tell
         #: where to read the sizes that differ between calls: the index of an input, and a dimension of it, or
-        #: None if the input is the number itself; and the indices of these inputs.
+        #: None if the input is the number itself.
         self._sizes = tuple(places_of_symbols(inputs).values())
-        self._numbers = [i for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
         self._places: tuple[int, ...] | None = None
         #: by parameter addresses and sizes: the call, and weak references that see a parameter being freed.
         self._calls: dict[tuple[Any, ...], tuple[GraphedCall, list[weakref.ref[Any]]]] = {}
@@ -82,11 +80,9 @@ class GraphedFunction:
         if known is None:
             return self._code(inputs)
         call = known[0]
-        for i in self._numbers:
-            inputs[i] = None  # the call already has the number
         results = call(inputs)
         if call.is_refused:  # other sets will be refused too
-            self._refused = self._instead(results) or (self._code if self._sizes else call)
+            self._refused = self._instead(results) or call
         return results
 
     def _new(
@@ -107,9 +103,7 @@ class GraphedFunction:
                 known._calls.pop(where, None)
 
         watches = [weakref.ref(one, gone) for one in parameters]
-        numbers = {i: inputs[i] for i in self._numbers}
-        call = self._make(_with_numbers(self._code, numbers) if numbers else self._code)
-        return self._calls.setdefault(where, (call, watches))
+        return self._calls.setdefault(where, (self._make(), watches))
 
     def _has_room(self, parameters: tuple[int, ...]) -> bool:
         """Whether one more set of sizes fits. The oldest set without a recording makes room."""
@@ -120,17 +114,6 @@ class GraphedFunction:
                 return False
             self._calls.pop(idle, None)
         return True
-
-
-def _with_numbers(code: Boxed, numbers: Mapping[int, int]) -> Boxed:
-    """`code` with these numbers filled in; its caller passes None in their places."""
-
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        for place, number in numbers.items():
-            inputs[place] = number
-        return code(inputs)
-
-    return run
 
 
 _program = Program(CudaRecorder())
@@ -172,10 +155,7 @@ def graphed(
         custom=frozenset(name for graph in graphs for name in custom_operators(graph)),
     )
     device, tell = next(values_of(graphs)).device, functools.cache(tell)  # one report for all parameters
-
-    def make(fn: Boxed) -> GraphedCall:
-        return GraphedCall(fn, _program, device, values, tell)
-
+    make = functools.partial(GraphedCall, code, _program, device, values, tell)
     inputs = [node.meta.get("val") for node in graphs[0].find_nodes(op="placeholder")]
     return GraphedFunction(code, make, instead, inputs, tell)
 

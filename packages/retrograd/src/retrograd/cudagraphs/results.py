@@ -37,16 +37,14 @@ from retrograd.runtime.tensor import (
 NOBODY = 2**63
 
 
-class _View:
-    """The result at index `place`, a view of tensor number `of`. `base` is that tensor in the recording."""
+#: sizes, strides, and how much further on it begins in memory.
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
-    def __init__(self, place: int, of: int, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        self.place, self.of = place, of
-        further = int(tensor.storage_offset() - base.storage_offset())
-        self._geometry = tuple(tensor.shape), tuple(tensor.stride()), further
 
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        return reinterpreted(tensor, *self._geometry)
+def _geometry(tensor: torch.Tensor, base: torch.Tensor) -> _Geometry:
+    """How `tensor` shows the memory of `base`."""
+    further = int(tensor.storage_offset() - base.storage_offset())
+    return tuple(tensor.shape), tuple(tensor.stride()), further
 
 
 class Results:
@@ -77,16 +75,16 @@ class Results:
     ) -> None:
         self.is_outdated = False
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
-        self._passed: list[tuple[int, int]] = []
         #: results that are the same tensor as an earlier result. Reference counts must include them.
         self._same: list[tuple[int, int]] = []
-        self._of_inputs: list[_View] = []
         #: results that stay: first the saved ones, then the caller's.
         self._staying: list[tuple[int, torch.Tensor]] = []
-        #: the tensors that we copy; then the copies' indices among the results, or the views made of copies.
+        #: the tensors that we copy.
         self._sources: list[torch.Tensor] = []
-        self._direct: list[tuple[int, int]] = []
-        self._of_copies: list[_View] = []
+        #: results that are an input or a copy, or a view of one: the index among the results; that among the
+        #: inputs, followed by the copies; and how a view shows it, None if the result is the tensor itself.
+        self._shown: list[tuple[int, int, _Geometry | None]] = []
+        self._count = len(inputs)
         self._leaving = leaving
         handed_out = {id(output) for place, output in enumerate(outputs) if place not in saved}
         saved = {place for place in saved if id(outputs[place]) not in handed_out}
@@ -205,17 +203,11 @@ class Results:
         self.open = [*range(len(self._staying))]
         self._find_least()
         results = list(self._constants)
-        for place, i in self._passed:
-            results[place] = inputs[i]
-        for view in self._of_inputs:
-            results[view.place] = view.on(inputs[view.of])
         for place, tensor in self._staying:
             results[place] = tensor.data  # it has its own version counter
-        copies = self._copies()
-        for place, i in self._direct:
-            results[place] = copies[i]
-        for view in self._of_copies:
-            results[view.place] = view.on(copies[view.of])
+        owners = [*inputs, *self._copies()]
+        for place, of, view in self._shown:
+            results[place] = owners[of] if view is None else reinterpreted(owners[of], *view)
         for place, earlier in self._same:
             results[place] = results[earlier]
         return results
@@ -249,13 +241,13 @@ class Results:
             if seen.setdefault(id(output), place) != place:
                 self._same.append((place, seen[id(output)]))
             elif (same := objects.get(id(output))) is not None:
-                self._passed.append((place, same))
+                self._shown.append((place, same, None))
             elif not _has_memory(output):
                 made[-place - 1] = [place]
             elif (storage := storage_of(output)) in storages:
                 if (i := given.get((storage, output.dtype))) is None:
                     raise Refusal("not-recordable", "a result shows an input as another dtype")
-                self._of_inputs.append(_View(place, i, output, inputs[i]))
+                self._shown.append((place, i, _geometry(output, inputs[i])))
             else:
                 made.setdefault(storage, []).append(place)
         for places in made.values():
@@ -274,17 +266,16 @@ class Results:
 
     def _copy(self, members: dict[int, torch.Tensor]) -> None:
         """Have these results copied. If there are several, they share memory."""
-        number = len(self._sources)
-        first = next(iter(members))
+        number, first = self._count + len(self._sources), next(iter(members))
         if len(members) == 1 and is_dense(members[first]):
             self._sources.append(members[first])
-            self._direct.append((first, number))
+            self._shown.append((first, number, None))
             return
         if len({tensor.dtype for tensor in members.values()}) > 1:
             raise Refusal("not-recordable", "two results show the same memory as different dtypes")
         whole = whole_of(list(members.values()))
         self._sources.append(whole)
-        self._of_copies += [_View(place, number, tensor, whole) for place, tensor in members.items()]
+        self._shown += [(place, number, _geometry(tensor, whole)) for place, tensor in members.items()]
 
 
 def _has_memory(value: Any) -> bool:

@@ -8,8 +8,8 @@ lands in Dynamo's shape environment, and Dynamo installs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.dynamo.left_to_python import is_left_in_forward_mode
 from retrograd.dynamo.small_subgraphs import kernels_of_small_piece
 from retrograd.errors import CaptureError, OptionError
-from retrograd.report import GraphReport, Report, compiler_report, reason_of
+from retrograd.report import GraphReport, compiler_report, reason_of
 
 #: our own options, documented in `Config`; any other option must be one of Inductor's
 OPTIONS = (
@@ -115,6 +115,50 @@ def _known_mode(mode: str) -> str:
 _ERRORS = ("fake-input", "real-input")
 
 
+@dataclass(frozen=True)
+class ConfiguredBackend:
+    """The backend for settings that have been checked.
+
+    Two with equal `options` and `key` are equal, so Dynamo shares code between callables that differ in
+    nothing else, such as the layers of a model.
+
+    Attributes:
+        config: the settings.
+        options: the user's options, from which `config` was made.
+        key: what else tells backends apart.
+    """
+
+    config: Config = field(compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    key: tuple[Hashable, ...] = ()
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile `gm`, see `RetrogradBackend`. The callable for which Dynamo compiles reports it."""
+        config, report = self.config, compiler_report()
+        fake_mode = fake_mode_for(example_inputs)
+        if fake_mode is None:
+            return AotFunction(gm, replace(config, dynamic=None), report)
+        if is_left_in_forward_mode("a frame of Dynamo's", config.strict, report):
+            raise SkipFrame("forward mode")  # under ``torch.compile``, Python runs the code from now on
+        try:
+            inputs = graph_inputs(gm, example_inputs)
+            guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)
+            if (kernels := kernels_of_small_piece(gm, [item.value for item in inputs])) is not None:
+                report.compiled(GraphReport("a piece that runs as it is", kernels, 0, 0, 0, why_ended(gm)))
+                return partial(as_it_is, gm)
+            return GraphFunction(gm, inputs, fake_mode, config, report)
+        except Exception as error:
+            reason = reason_of(error, "dynamo")
+            if config.strict or (isinstance(error, CaptureError) and reason.code in _ERRORS):
+                raise
+            report.fell_back(reason, "a graph of Dynamo's runs eagerly")
+            return partial(as_it_is, gm)
+
+    def keeps_eager(self, _: Mapping[str, Any]) -> bool:
+        """Like `RetrogradBackend.keeps_eager`."""
+        return not self.config.stock_dynamo
+
+
 class RetrogradBackend:
     """The backend. ``torch.compile`` calls it, or a user with a graph module and inputs."""
 
@@ -147,32 +191,7 @@ class RetrogradBackend:
             OptionError: an unknown mode or option, or an invalid value.
             CaptureError: a real input under a fake mode; with ``strict``, any graph that cannot be captured.
         """
-        return self.compile(gm, example_inputs, config_of(mode, options), compiler_report())
-
-    def compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, report: Report
-    ) -> Callable[..., Any]:
-        """The same for checked settings. `report` receives the result."""
-        fake_mode = fake_mode_for(example_inputs)
-        if fake_mode is None:
-            return AotFunction(gm, replace(config, dynamic=None), report)
-        if is_left_in_forward_mode("a frame of Dynamo's", config.strict, report):
-            raise SkipFrame(
-                "forward mode"
-            )  # under ``torch.compile`` itself, Python runs the code from now on
-        try:
-            inputs = graph_inputs(gm, example_inputs)
-            guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)
-            if (kernels := kernels_of_small_piece(gm, [item.value for item in inputs])) is not None:
-                report.compiled(GraphReport("a piece that runs as it is", kernels, 0, 0, 0, why_ended(gm)))
-                return partial(as_it_is, gm)
-            return GraphFunction(gm, inputs, fake_mode, config, report)
-        except Exception as error:
-            reason = reason_of(error, "dynamo")
-            if config.strict or (isinstance(error, CaptureError) and reason.code in _ERRORS):
-                raise
-            report.fell_back(reason, "a graph of Dynamo's runs eagerly")
-            return partial(as_it_is, gm)
+        return ConfiguredBackend(config_of(mode, options))(gm, example_inputs)
 
     def keeps_eager(self, options: Mapping[str, Any]) -> bool:
         """Whether to preserve eager behaviour that Dynamo loses. Asked while Dynamo traces."""
@@ -180,27 +199,3 @@ class RetrogradBackend:
 
 
 retrograd = RetrogradBackend()
-
-
-class ChosenBackend(partial[Callable[..., Any]]):
-    """The backend with a mode and options. Two with equal settings are equal, so Dynamo shares code between
-    callables that differ in nothing else, such as the layers of a model."""
-
-    @classmethod
-    def of(cls, mode: str | None, options: Mapping[str, Any], *of_dynamo: bool | None) -> ChosenBackend:
-        """The backend for checked settings, and for those that only Dynamo uses."""
-        made = cls(retrograd, mode=mode, options=options)
-        made.of_dynamo = of_dynamo
-        return made
-
-    of_dynamo: tuple[bool | None, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ChosenBackend)
-            and self.keywords == other.keywords
-            and self.of_dynamo == other.of_dynamo
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.keywords["mode"], self.of_dynamo))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -20,7 +19,7 @@ import torch
 
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, checked
-from retrograd.dynamo.backend import retrograd
+from retrograd.dynamo.backend import ConfiguredBackend
 from retrograd.dynamo.frames import compiled_frames
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import Reason, name_of
@@ -119,7 +118,7 @@ class CompiledStep:
         self._pace = None if self.config.cudagraphs else Pace(self.__name__, "step", SHORT_STEP)
         self._compiled = compiled_frames(
             self.fn,
-            _backend_for(self.config, weakref.ref(self._report)),
+            ConfiguredBackend(self.config, key=(object(),)),  # equals no other: `reset` drops its code
             watch,
             dynamic=self.config.dynamic,
             recompile_limit=self.config.recompile_limit,
@@ -175,17 +174,6 @@ class CompiledStep:
             result = run(*args, **kwargs)
         self._report.disabled = self._pace.disabled
         return result
-
-
-def _backend_for(config: Config, report: weakref.ref[StepReport]) -> Callable[..., Any]:
-    """The backend for the graphs of a step. Dynamo never frees it, so it must not refer to the step."""
-
-    def compile_graph(gm: Any, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        found = report()
-        return retrograd.compile(gm, example_inputs, config, found.pieces if found else process_report)
-
-    compile_graph.keeps_eager = lambda _: not config.stock_dynamo  # type: ignore[attr-defined]
-    return compile_graph
 
 
 @checked(step=(lambda step: step is None or callable(step), _STEP[1]))
