@@ -46,18 +46,41 @@ __version__ = VERSION
 
 #: The public names, each with the module that defines it.
 _HOMES = {
-    **dict.fromkeys([
-        "CompiledAutograd", "compile", "compiled_autograd", "disable", "enable", "explain", "reset",
-    ], "retrograd.api"),
+    **dict.fromkeys(
+        [
+            "CompiledAutograd",
+            "compile",
+            "compiled_autograd",
+            "disable",
+            "enable",
+            "explain",
+            "reset",
+        ],
+        "retrograd.api",
+    ),
     **dict.fromkeys(["CompiledStep", "compile_step"], "retrograd.dynamo"),
-    **dict.fromkeys([
-        "BackendError", "CallError", "CaptureError", "ContextError", "ExportError", "FallbackWarning",
-        "LoadError", "LoweringError", "OptionError", "PassError", "RetrogradError", "UnlikeTracedError",
-        "UnsupportedTorchError", "VerificationError",
-    ], "retrograd.errors"),
+    **dict.fromkeys(
+        [
+            "BackendError",
+            "CallError",
+            "CaptureError",
+            "ContextError",
+            "ExportError",
+            "FallbackWarning",
+            "LoadError",
+            "LoweringError",
+            "OptionError",
+            "PassError",
+            "RetrogradError",
+            "UnlikeTracedError",
+            "UnsupportedTorchError",
+            "VerificationError",
+        ],
+        "retrograd.errors",
+    ),
     "Config": "retrograd.config",
     "counters": "retrograd.events",
-}  # fmt: skip
+}
 
 __all__ = [*_HOMES]
 
