@@ -34,7 +34,7 @@ def replace_cpp_hooks(backward: LiveBackward, refused: Exception) -> bool:
     _searched.update(dict.fromkeys(leaves))
     found = False
     for module in gc.get_objects():
-        if issubclass(type(module), DistributedDataParallel):
+        if issubclass(type(module), DistributedDataParallel) and hasattr(module, "reducer"):
             parameters = [one for one in module._module_parameters if one.requires_grad]
             is_ours = not {*map(id, leaves)}.isdisjoint(map(id, parameters))
             if is_ours and len(parameters) == module._get_ddp_logging_data()["num_parameter_tensors"]:
