@@ -20,7 +20,7 @@ from itertools import count as count_from
 from typing import Any
 
 from gradparity.case import Case
-from gradparity.checks.registry import chosen
+from gradparity.checks.registry import COSTS, chosen
 from gradparity.errors import CaseError
 from gradparity.executors.registry import Resources
 from gradparity.executors.unit import Finished, Lost, Message, Result, Started, Unit
@@ -28,7 +28,7 @@ from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.smaller import Begun, begun_of
 from gradparity.fuzzing.work import BROKEN, FuzzTask, fuzz_unit
 from gradparity.generate.draw import policy
-from gradparity.generate.policies import ROTATION
+from gradparity.generate.policies import LARGE_ROTATION, ROTATION
 from gradparity.loop import Ending, Where, through
 from gradparity.reading import read_as
 from gradparity.signature import Signature
@@ -52,8 +52,9 @@ WITHOUT_FIND = ("timeout", "crash", "out-of-memory", BROKEN)
 @dataclass(frozen=True)
 class FuzzOptions:
     """What to run. `minutes` or `cases` says when it ends, whichever comes first. `policies`: names of
-    policies (none: all in turn). `known`: divergences that are no news. `shrink_seconds`: the most that goes
-    into making one program smaller; 0 leaves them as they are. `checks`: as in `Task`.
+    policies (none: all in turn, `stacks` before each if `checks` measure costs). `known`: divergences that
+    are no news. `shrink_seconds`: the most that goes into making one program smaller; 0 leaves them as they
+    are. `checks`: as in `Task`.
     """
 
     subject: str
@@ -347,11 +348,12 @@ class Drawn:
 
     def _unit(self, start: int, count: int, begun: Begun | None = None) -> Unit:
         options, summary = self._options, self.summary
+        in_turn = LARGE_ROTATION if COSTS & chosen(options.checks).keys() else ROTATION
         task = FuzzTask(
             subject=options.subject,
             device=options.device,
             seed=options.seed,
-            policies=options.policies or ROTATION,
+            policies=options.policies or in_turn,
             start=start,
             count=count,
             timeout=options.timeout,

@@ -85,6 +85,14 @@ def test_payloads_are_compared_call_by_call() -> None:
     assert symptom(eager, calls(b=0.0, a=7.0), stock) == "hook-payload-bits"
 
 
+def test_a_call_that_only_eager_lacks_may_show_tuples() -> None:
+    """A node's hook is given tuples."""
+    eager, mine = Outcome(), Outcome(events=(HookEvent("a", "node_post", ((_frozen(1.0),), (None,))),))
+    other = Outcome(events=(HookEvent("a", "node_post", ((_frozen(7.0),), (None,))),))
+    assert symptom(eager, mine, mine) is None
+    assert symptom(eager, other, mine) == "event-none"
+
+
 def test_exceptions_are_eagers_or_stocks() -> None:
     def raising(name: str) -> Outcome:
         return Outcome(raised=Raised(name, (name,), "why"))

@@ -38,6 +38,9 @@ CHECKS: dict[str, Check] = {
 }
 """In the order in which they run: the cheap ones first."""
 
+COSTS = frozenset({"memory", "slow", "budget"})
+"""Those that measure: a small program shows them nothing."""
+
 MEANINGS: dict[str, str] = {
     "reuse": "code of an earlier call gives what a fresh compilation gives",
     "recompiles": "calls of the same kind compile nothing more",

@@ -19,12 +19,10 @@ import torch
 
 from gradparity.case import Case
 from gradparity.generate.chance import Chance
-from gradparity.generate.policy import LARGEST, Policy
+from gradparity.generate.policy import Policy
 from gradparity.generate.script import IMPORTS
 from gradparity.probe import Probe, Way
 
-LONGEST = 1 << 13
-"""No tensor has more elements."""
 HUBS = 3
 """So many tensors, the first ones that are made, are taken more often than others where a policy says so."""
 VARIABLE = re.compile(r"[a-z]\d+")
@@ -132,11 +130,11 @@ class Scope:
             self._forget(before)
             return False
         made = [value for key, value in self.env.items() if key not in before]
-        largest = self.draft.policy.largest
-        if not all(is_sound(value, largest) for value in made):
+        policy = self.draft.policy
+        if not all(is_sound(value, policy) for value in made):
             self._forget(before)
             return False
-        if not made and not all(is_sound(value, largest) for value in before.values()):
+        if not made and not all(is_sound(value, policy) for value in before.values()):
             raise Rejected("a value changed in place is no longer finite")
         self.lines.append(text)
         return True
@@ -213,20 +211,20 @@ def _fits(tensor: torch.Tensor, wanted: Wanted) -> bool:
         return False
 
 
-def is_sound(value: Any, largest: float = LARGEST) -> bool:
+def is_sound(value: Any, policy: Policy) -> bool:
     """Whether a value is of a size that a program may go on with; what is no tensor is."""
     if isinstance(value, (tuple, list)):
-        return all(is_sound(item, largest) for item in value)
+        return all(is_sound(item, policy) for item in value)
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return True
-    if value.numel() > LONGEST or value.layout is not torch.strided:
+    if value.numel() > policy.longest or value.layout is not torch.strided:
         return False
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
         return True
-    if largest == math.inf:
+    if policy.largest == math.inf:
         return True
     try:
-        return float(value.detach().abs().max()) <= largest
+        return float(value.detach().abs().max()) <= policy.largest
     except RuntimeError:  # a batched tensor inside vmap
         return True
 

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from gradparity.generate.draft import Draft
 
 Shape = tuple[int, ...]
-MOST_ELEMENTS = 2048
+PART = 4
+"""A shape has at most this part of the elements that a value may have."""
 NUMBERS = {
     "drawn": "{}",
     "ties": "{}.round()",
+    "positive": "{}.abs()",
     "large": "({} * 300)",
     "infinite": "(1 / {}.round())",
     "nan": "{}.round().log()",
@@ -32,7 +34,7 @@ def shape(draft: Draft, ranks: tuple[int, ...] = ()) -> Shape:
     """A shape of one of these ranks, or of any; small enough to compute with."""
     rank = draft.chance.pick(ranks) if ranks else draft.chance.weighted(draft.policy.ranks)
     made: list[int] = []
-    room = MOST_ELEMENTS
+    room = draft.policy.longest // PART
     for _ in range(rank):
         made.append(min(size(draft), max(room, 1)))
         room //= max(made[-1], 1)

@@ -66,15 +66,15 @@ _ALL = (
     ),
     Policy(
         "halves",
-        "half precision: long sums, and numbers whose squares overflow",
-        {"reduction": 4, "norm": 4, "linear": 1, "unary": 1, "binary": 1, "cast": 1},
-        length=(6, 10),
+        "half precision: long sums, of numbers of one sign too, and numbers whose squares overflow",
+        {"sum": 3, "reduction": 3, "norm": 4, "linear": 1, "unary": 1, "binary": 1, "cast": 1},
+        length=(12, 18),
         inputs=(2, 4),
         fresh=0.7,
-        sizes={3: 3, 8: 2, 17: 2, 64: 2, 257: 1},
+        sizes={3: 3, 8: 2, 17: 2, 64: 1, 257: 1, 1025: 3},
         ranks={1: 2, 2: 5, 3: 2},
         dtypes={"float16": 3, "bfloat16": 2},
-        numbers={"drawn": 2, "large": 4, "ties": 1},
+        numbers={"drawn": 2, "large": 5, "ties": 1, "positive": 2},
         largest=math.inf,
         outputs={"all": 1},
         called={"other": 0.3},
@@ -193,6 +193,7 @@ _ALL = (
         hooks=2.5,
         dtypes={"float32": 1},
         losses={"sum": 4, "cotangents": 2, "some": 2, "each": 1.5, "twice": 1, "inputs": 1},
+        turns=4,
     ),
     Policy(
         "random",
@@ -358,12 +359,12 @@ _ALL = (
     ),
     Policy(
         "stacks",
-        "layers called many times, checkpointed or not, and walked twice: large enough for the peak of memory",
-        {"stack": 8, "unary": 3, "binary": 3, "norm": 1, "linear": 1},
-        length=(1, 3),
+        "layers called many times, checkpointed or not, and walked again: large enough for the peak of memory",
+        {"stack": 8, "unary": 0.6, "binary": 0.6, "norm": 0.4, "linear": 0.4},
+        length=(1, 2),
         inputs=(1, 2),
         ranks={2: 1},
-        sizes={64: 2, 96: 1, 80: 1},
+        sizes={512: 2, 384: 1, 256: 1},
         layouts={"plain": 1},
         dtypes={"float32": 1},
         outputs={"one": 1},
@@ -373,6 +374,7 @@ _ALL = (
         without_grad=0.0,
         hooks=0.0,
         between=0.0,
+        longest=1 << 16,
         turns=1,
     ),
     Policy(
@@ -409,3 +411,5 @@ POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
 """By name."""
 ROTATION: tuple[str, ...] = tuple(policy.name for turn in range(4) for policy in _ALL if turn < policy.turns)
 """The order in which a campaign goes round: each policy once, then those again that come more often."""
+LARGE_ROTATION: tuple[str, ...] = tuple(each for name in ROTATION for each in ("stacks", name))
+"""The same where costs are checked: every second program is large enough for that."""

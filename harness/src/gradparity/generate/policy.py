@@ -68,7 +68,7 @@ class Policy:
     what one statement makes of its numbers is not lost in the next. `hooks`: how many, on average.
     `between`: share of programs that change something between forward and backward. `calls`: how often the
     function is called. `called`: how, by the names in `around/calls.py`, each in this share of programs.
-    `largest`: no value is larger; infinity: NaN is allowed too.
+    `largest`: no value is larger; infinity: NaN is allowed too. `longest`: no tensor has more elements.
     `areas`: of changes between two steps, by the names in `steps/changes.py`. `form`: of
     the program, by the names in `forms.py`. `turns`: how many turns it has in one round of a campaign.
     """
@@ -98,5 +98,6 @@ class Policy:
     called: Mapping[str, float] = field(default_factory=dict)
     areas: Mapping[str, float] = field(default_factory=dict)
     largest: float = LARGEST
+    longest: int = 1 << 13
     form: str = "function"
     turns: int = 2

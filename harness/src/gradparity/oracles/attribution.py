@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from typing import Any
 
 from gradparity.oracles.distance import same_bits
 from gradparity.oracles.evidence import Evidence, Pair, sequence
@@ -27,7 +28,7 @@ from gradparity.oracles.hook_order import Step, hook_order
 from gradparity.oracles.invariants import invariants
 from gradparity.oracles.side_effects import side_effects
 from gradparity.oracles.values import leaf_values, may_be_rounding
-from gradparity.outcome import HookEvent, Outcome, TensorRecord
+from gradparity.outcome import HookEvent, Outcome, Payload, TensorRecord
 from gradparity.verdict import Finding, Verdict
 
 CALLED, NOT_CALLED = "called", "not called"
@@ -130,8 +131,13 @@ def _aligned(evidence: Evidence) -> Evidence:
     ours, theirs = [], []
     for event in evidence.subject.events:
         same = waiting[event.site, event.kind]
-        payload = (*same.popleft().payload, CALLED) if same else (*[None] * len(event.payload), NOT_CALLED)
+        payload = (*same.popleft().payload, CALLED) if same else (*_nones(event.payload), NOT_CALLED)
         ours.append(replace(event, payload=payload))
         theirs.append(replace(event, payload=(*event.payload, CALLED)))
     eager, subject = replace(evidence.eager, events=tuple(ours)), evidence.subject
     return replace(evidence, eager=eager, subject=replace(subject, events=tuple(theirs)), notes=[])
+
+
+def _nones(payload: tuple[Payload, ...]) -> tuple[Any, ...]:
+    """The same tuples, with None in place of what is in them."""
+    return tuple(_nones(each) if isinstance(each, tuple) else None for each in payload)

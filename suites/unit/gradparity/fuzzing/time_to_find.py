@@ -15,15 +15,20 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from gradparity.case import Case
 from gradparity.cli.fuzz import PRELOAD
+from gradparity.corpus.registry import program
+from gradparity.differential import compare
 from gradparity.executors.registry import Resources
 from gradparity.fuzz import FuzzOptions, FuzzSummary, fuzz
 from gradparity.fuzzing.find import Find
 from gradparity.store.store import Entry
+from gradparity.subjects.registry import resolve
 from gradparity.verdict import Verdict
 from unit.gradparity.fuzzing import held_out_faults, vendor_faults
 
@@ -35,6 +40,7 @@ WITHIN = 60.0 * CORES - START
 """So many seconds of the processors has a campaign of a minute on two idle cores."""
 PATIENCE = 15.0
 """Minutes after which a campaign ends on a machine that has no time for it."""
+CPU = torch.device("cpu")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -58,7 +64,7 @@ def time_to_find(fault: str) -> Met:
     began, before = time.monotonic(), processor_seconds()
 
     def listen(summary: FuzzSummary, entry: Entry | None) -> None:
-        found.extend(find for find in (*summary.begun.values(), *summary.finds) if is_wrong(find))
+        found.extend(find for find in (*summary.begun.values(), *summary.finds) if shows_it(find))
         if found or processor_seconds() - before > WITHIN:
             raise KeyboardInterrupt
 
@@ -71,9 +77,15 @@ def time_to_find(fault: str) -> Met:
     return Met(symptom, case, summary.cases, own, round(took, 1), round(used, 1))
 
 
-def is_wrong(find: Find) -> bool:
-    """Whether it is more than a refusal."""
-    return find.row.verdict is not Verdict.UNSUPPORTED
+def shows_it(find: Find) -> bool:
+    """Whether it is more than a refusal, and the backend without a fault does not show it."""
+    return find.row.verdict is not Verdict.UNSUPPORTED and is_right(Case.parse(find.address, find.seed))
+
+
+@cache
+def is_right(case: Case) -> bool:
+    """Whether the backend without a fault runs this program as eager does, or as stock."""
+    return not compare(program(case, CPU), resolve(place_of("right")), CPU).row.is_find
 
 
 def place_of(fault: str) -> str:

@@ -20,6 +20,10 @@ CHANGES = (
     ", lambda grad: grad.contiguous()",
 )
 """What a tensor hook does besides recording."""
+OF_ROOTS = 0.4
+"""The share of hooks that are those of results, if there are any."""
+ORDINALS = ("first", "second", "third")
+"""What hooks of one tensor are called: their order is as important as that of tensors."""
 
 
 def hooks(draft: Draft, found: tuple[Output, ...]) -> list[str]:
@@ -38,19 +42,20 @@ def _one(draft: Draft, roots: list[Output]) -> list[str]:
         return []
     draft.intends.add("leaf")
     name, leaf = draft.name("hook"), draft.chance.pick(leaves)
-    forms = _of_leaves(draft, name, leaf, leaves)
-    if roots:
-        forms += _of_root(draft, name, draft.chance.pick(roots).name)
-    return draft.chance.pick(forms)
+    if roots and draft.chance.flip(OF_ROOTS):
+        return draft.chance.pick(_of_root(draft, name, draft.chance.pick(roots).name))
+    return draft.chance.deal(f"hooks of {draft.policy.name}", _of_leaves(draft, name, leaf, leaves))
 
 
 def _of_leaves(draft: Draft, name: str, leaf: str, leaves: list[str]) -> list[list[str]]:
     change, mode = draft.chance.pick(CHANGES), draft.chance.pick(("all", "any"))
     several = f"torch.autograd.graph.register_multi_grad_hook(({', '.join(leaves)},), "
     node = f"torch.autograd.graph.get_gradient_edge({leaf}).node"
+    in_turn = [f'{leaf}.register_hook(p.hook("{name} {each}"{change}))' for each in ORDINALS]
     return [
         [f'{leaf}.register_hook(p.hook("{name} {leaf}"{change}))'],
-        [f'{leaf}.register_hook(p.hook("{name} {each}"{change}))' for each in ("first", "second")],
+        in_turn,
+        in_turn[: draft.chance.between(2, len(in_turn))],
         [_accumulated(name, leaf)],
         [_accumulated(name, each) for each in leaves],
         [f'{node}.register_hook(p.hook("{name} {leaf}", kind="accumulate_node"))'],

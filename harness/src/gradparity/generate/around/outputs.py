@@ -64,12 +64,12 @@ def _chosen(scope: Scope) -> list[str]:
     if not first[0]:
         return []
     if chance.flip(0.5):
-        first += [name for name in reversed(roots) if name not in first and _is_unread(scope, name)][:2]
+        first += [name for name in reversed(made) if name not in first and _is_unread(scope, name)][:2]
     how = chance.weighted(draft.policy.outputs)
     if how == "some" and made:
         return list(dict.fromkeys([*first, *chance.some(made)]))[:4]
     if how == "all":
-        ends = [name for name in roots if _is_unread(scope, name)]
+        ends = [name for name in made if _is_unread(scope, name)]
         return list(dict.fromkeys([*first, *ends, *chance.some(roots)]))[: max(6, len(ends) + 1)]
     if how == "views":
         given = scope.tensors() if chance.flip(0.3) else []

@@ -1,7 +1,7 @@
 """Stacks: one layer called many times, so that what is held at once shows in the peak of memory.
 
-In: a scope. Out: a nested function and loops over it; each call may be checkpointed, and a second loop may
-walk the same layers from another value.
+In: a scope. Out: a nested function and loops over it; each call may be checkpointed, and further loops may
+walk the same layers from other values.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from gradparity.generate.inputs import add_input
 from gradparity.generate.rows import add_some, tables_of
 
 CALLS = ("{f}({t})", "checkpoint({f}, {t}, use_reentrant=False)")
-STARTS = ("{t} * 0.5", "{t}.flip(0)", "{t}.tanh()")
+STARTS = ("{t} * 1", "{t} * 0.5", "{t}.flip(0)", "{t}.tanh()")
+MOST = 12
+"""So many calls at most: a compiler unrolls them."""
 WIDER = 4
 """So many times as wide is the inside of a layer that is a perceptron."""
 
 
 def stack(scope: Scope) -> bool:
-    """A residual layer, called four to eight times in a row, and as often again from another start."""
+    """A residual layer, called some times in a row, and as often again from up to three other starts."""
     chance = scope.chance
     name = scope.choose(lambda t: is_float(t) and t.ndim > 0 and t.numel() > 0 and t.requires_grad)
     if name is None:
@@ -25,9 +27,10 @@ def stack(scope: Scope) -> bool:
     layer = _layer(scope, name)
     if layer is None:
         return False
-    count, call = chance.between(4, 8), chance.pick(CALLS)
+    starts, call = chance.some(STARTS), chance.pick(CALLS)
+    count = chance.between(2, max(MOST // len(starts), 2))
     ends: list[str] = []
-    for start in ("{t} * 1", *([chance.pick(STARTS)] if chance.flip(0.6) else [])):
+    for start in starts:
         end = scope.draft.name("v")
         called = call.format(f=layer, t=end)
         if scope.add(f"{end} = {start.format(t=name)}\nfor _ in range({count}):\n    {end} = {called}"):

@@ -1,12 +1,24 @@
 """Reductions, scans, sorting, softmax and norms. `_weight_norm` of an empty tensor ends the process."""
 
-REDUCTION = """
+SUM = """
 {x}.sum()
 {x}.mean()
 torch.sum({x:1d+}, {dim})
 torch.sum({x:1d+}, {dim}, keepdim=True)
 torch.sum({x:1d+}, {dims})
 torch.mean({x:1d+}, {dims}, keepdim={flag})
+torch.nansum({x:1d+}, {dim})
+torch.nanmean({x:1d+}, {dim})
+torch.linalg.vector_norm({x:1d+}, 1, {dim})
+torch.cumsum({x:1d+}, {dim})
+torch.logcumsumexp({x:1d+}, {dim})
+torch.trapezoid({x:1d+}, dim={dim})
+torch.trace({x:2d})
+{x:1d+} - {x}.mean({dim}, keepdim=True)
+{x:1d+} / ({x}.abs().sum({dim}, keepdim=True) + 1)
+"""
+
+REDUCTION = """
 torch.prod({x:1d+}.sigmoid(), {dim})
 torch.var({x:1d+}, {dim})
 torch.var({x:1d+}, {dims}, unbiased=False, keepdim={flag})
@@ -23,16 +35,11 @@ torch.nanmedian({x})
 torch.mode({x:1d+}, {dim})[0]
 torch.kthvalue({x:1d+}, 1, {dim})[0]
 torch.logsumexp({x:1d+}, {dims})
-torch.nansum({x:1d+}, {dim})
-torch.nanmean({x:1d+}, {dim})
 torch.linalg.vector_norm({x:1d+}, 2, {dims})
-torch.linalg.vector_norm({x:1d+}, 1, {dim})
 torch.linalg.vector_norm({x:1d+}, float("inf"))
 torch.linalg.vector_norm({x:1d+}, 0) * {x}
 torch.norm({x:1d+}, p=3, dim={dim})
-torch.cumsum({x:1d+}, {dim})
 torch.cumprod({x:1d+}.sigmoid(), {dim})
-torch.logcumsumexp({x:1d+}, {dim})
 torch.cummax({x:1d+}, {dim})[0]
 torch.cummin({x:1d+}, {dim})[0]
 torch.sort({x:1d+}, {dim})[0]
@@ -47,7 +54,6 @@ F.normalize({x:1d+}, dim={dim})
 F.normalize({x:1d+}, p=1, dim={dim})
 torch.renorm({x:2d+}, 2, {dim}, 1.0)
 torch.diff({x:1d+}, dim={dim})
-torch.trapezoid({x:1d+}, dim={dim})
 torch.cov({x:2d})
 torch.corrcoef({x:2d} + torch.eye({x}.shape[0], {x}.shape[1]))
 torch.quantile({x:1d+}.float(), 0.5, {dim})
@@ -56,10 +62,7 @@ torch.count_nonzero({x}).to({x}.dtype) * {x}
 torch.argmax({x:1d+}, {dim}).to({x}.dtype).sum() * {x}
 torch.all({x} > {s}).to({x}.dtype) * {x}
 torch.sum({x} > {s}) * {x}
-torch.trace({x:2d})
 torch.logsumexp({x:1d+}, {dim}) - torch.amax({x}, {dim})
-{x:1d+} - {x}.mean({dim}, keepdim=True)
-{x:1d+} / ({x}.abs().sum({dim}, keepdim=True) + 1)
 """
 
 NORM = """
