@@ -116,6 +116,11 @@ def _body(target: Target) -> Body:
             raise CaseError(
                 f"{target.case.address}: it returned no tensor\n  found  {type(outputs).__name__}"
             )
+        if not dict(p.leaves()):
+            raise CaseError(
+                f"{target.case.address}: nothing requires grad, so no gradient would be compared\n"
+                "  try    requires_grad=True for an input"
+            )
         backward_from(outputs, p)
 
     return run

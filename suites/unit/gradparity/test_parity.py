@@ -29,7 +29,8 @@ def test_a_function_that_agrees() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"x": torch.ones(2, requires_grad=True), "y": torch.ones(2)}, [torch.ones(2)] * 2]
+    "given",
+    [{"x": torch.ones(2, requires_grad=True), "y": torch.ones(2)}, [torch.ones(2, requires_grad=True)] * 2],
 )
 def test_inputs_may_be_a_dictionary_or_a_list(given) -> None:
     assert gradparity.assert_parity(product, given, subject="eager")
@@ -74,6 +75,13 @@ def test_further_checks_are_made_of_what_agrees() -> None:
 def test_a_function_without_tensors_is_no_case() -> None:
     with pytest.raises(ParityError, match="it returned no tensor"):
         gradparity.assert_parity(lambda: 3, subject="eager")
+
+
+def test_a_case_that_compares_no_gradient_is_none() -> None:
+    with pytest.raises(ParityError, match="nothing requires grad, so no gradient would be compared"):
+        gradparity.assert_parity(torch.tanh, torch.randn(4), subject="eager")
+    (row,) = gradparity.check(torch.nn.Tanh(), torch.randn(4), subjects=["eager"])
+    assert row.verdict is not Verdict.AGREE
 
 
 def test_cases_are_named_for_functions_and_classes() -> None:

@@ -23,7 +23,7 @@ from torch import fx
 from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import AOT_LOGS, LOGS, counters
 from retrograd.graph.backward_graph import BackwardGraph, Schedule, Segment, readable
-from retrograd.policy import KEPT_REPORTS
+from retrograd.policy import KEPT_REPORTS, SHOWN_IN_SHORT
 from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_errors
 from retrograd.progress import working
 from retrograd.report_page import page_of
@@ -116,12 +116,12 @@ class BackwardReport:
             equal.setdefault((low.how, low.because, low.guards), []).append(low.segment)
         return equal
 
-    def lines(self) -> tuple[str, ...]:
-        """The short text, below its first line."""
+    def lines(self, shown: int | None = SHOWN_IN_SHORT) -> tuple[str, ...]:
+        """The short text, below its first line, with at most so many kinds of segments and of calls."""
         opaque, recompiles = self.opaque_calls, self.recompiles
         return (
-            f"  segments      {by_kind(self.ways())}",
-            *([f"  opaque calls  {by_kind(opaque)}"] if opaque else ()),
+            f"  segments      {by_kind(self.ways(), shown)}",
+            *([f"  opaque calls  {by_kind(opaque, shown)}"] if opaque else ()),
             *([f"  recompiles    {len(recompiles)}; last: {recompiles[-1].because}"] if recompiles else ()),
         )
 
@@ -130,7 +130,7 @@ class BackwardReport:
 
     def details(self) -> str:
         """The long text: each lowering with its cause and guards. Equal lowerings share a line."""
-        lines = [str(self), f"  lowerings     {len(self.lowerings)}"]
+        lines = [_headline([self]), *self.lines(None), f"  lowerings     {len(self.lowerings)}"]
         for (how, because, guards), segments in self.equal_lowerings().items():
             lines.append(f"    segment {', '.join(map(str, segments))}: {how}, {because}")
             lines += [f"      guards  {guards}"] if guards else []

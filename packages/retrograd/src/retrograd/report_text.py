@@ -29,12 +29,12 @@ def short(reason: Reason, between: str = "\n    ") -> str:
     return f"[{reason.code}] {reason.text}{node}" + (between + way_out if reason.way_out else "")
 
 
-def by_kind(kinds: Counter[str]) -> str:
-    """A total and its parts: ``30: 11 compiled, 19 shared``; a single part needs no total."""
+def by_kind(kinds: Counter[str], shown: int | None) -> str:
+    """A total and its first parts: ``30: 11 compiled, 19 shared``. A single part needs no total."""
     if len(kinds) == 1:
         return "".join(f"{count} {kind}" for kind, count in kinds.items())
-    parts = [f"{count} {kind}" for kind, count in kinds.most_common(SHOWN_IN_SHORT)]
-    rest = kinds.total() - sum(count for _, count in kinds.most_common(SHOWN_IN_SHORT))
+    parts = [f"{count} {kind}" for kind, count in kinds.most_common(shown)]
+    rest = kinds.total() - sum(count for _, count in kinds.most_common(shown))
     return f"{kinds.total()}: " + ", ".join([*parts, *([f"{rest} more"] if rest else [])])
 
 

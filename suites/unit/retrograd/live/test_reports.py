@@ -138,6 +138,21 @@ def test_a_report_of_a_deep_model_is_short_and_its_details_count_equal_segments(
     assert "guards  " not in [line.strip() for line in details], "no line without guards"
 
 
+def test_details_name_every_kind_of_call() -> None:
+    w = torch.ones(2, requires_grad=True)
+    with retrograd.compiled_autograd("eager") as context:
+        y = w * 2
+        y.register_hook(lambda grad: None)
+        y.grad_fn.register_prehook(lambda grads: None)
+        y.grad_fn.register_hook(lambda *_: None)
+        w.register_post_accumulate_grad_hook(lambda _: None)
+        y.sum().backward()
+    report = context.explain()
+    assert "  opaque calls  4: 1 tensor hook, 1 node pre hook, 1 node post hook, 1 more" in str(report)
+    assert "1 node post hook, 1 post-accumulate-grad hook" in report.details()
+    assert "more" not in report.details()
+
+
 def test_a_report_shows_the_first_few_of_each_kind_and_says_how_many_there_are() -> None:
     report = Report()
     for number in range(40):

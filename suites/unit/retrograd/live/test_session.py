@@ -154,6 +154,7 @@ def test_strict_raises_instead_of_falling_back() -> None:
         with pytest.raises(retrograd.CaptureError, match="anomaly mode") as error:
             root.backward()
     assert error.value.reason.stage == "live.capture"
+    assert error.value.reason.way_out.startswith("without strict=True, it runs eagerly")
     assert w.grad is None
 
 

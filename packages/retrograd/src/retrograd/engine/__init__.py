@@ -14,7 +14,7 @@ from retrograd.engine.collection import (
     run_stock,
     stock_compiler_off,
 )
-from retrograd.engine.ddp_hooks import replace_cpp_hooks
+from retrograd.engine.ddp_hooks import DDP, replace_cpp_hooks
 from retrograd.engine.function_code import (
     PurityAnalysis,
     methods_of,

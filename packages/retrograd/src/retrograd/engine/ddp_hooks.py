@@ -18,6 +18,9 @@ from retrograd.engine.request import LiveBackward, edge_of, leaf_of
 from retrograd.process import forgotten_by_reset
 from retrograd.runtime.modes import without_torch_functions
 
+#: What the engine says of such a graph.
+DDP = "C++ DDP Reducer"
+
 #: The leaves whose reducers we have looked for.
 _searched = WeakIdKeyDictionary()
 forgotten_by_reset(_searched.clear)
@@ -29,7 +32,7 @@ def replace_cpp_hooks(backward: LiveBackward, refused: Exception) -> bool:
     Gives whether there were any. A reducer knows each parameter by its position only, so we leave it alone if
     parameters were frozen after wrapping."""
     leaves = [leaf for node in backward.asked_graph.nodes if (leaf := leaf_of(node.handle)) is not None]
-    if "DDP" not in str(refused) or all(leaf in _searched for leaf in leaves):
+    if DDP not in str(refused) or all(leaf in _searched for leaf in leaves):
         return False
     _searched.update(dict.fromkeys(leaves))
     found = False

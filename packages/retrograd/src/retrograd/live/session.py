@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.engine import (
+    DDP,
     Collected,
     EngineRequest,
     LiveBackward,
@@ -223,7 +225,8 @@ class Session:
             CaptureError: in strict mode.
         """
         if self.config.strict:
-            raise CaptureError(reason) from error
+            eagerly = reason.way_out.startswith("nothing to do")
+            raise CaptureError(replace(reason, way_out=_LENIENT) if eagerly else reason) from error
 
     def leave_to_transform(self) -> None:
         """Report that ``torch.func`` runs this backward itself: its tensors are differentiated as part of the
@@ -322,8 +325,14 @@ def _reason_of(error: Exception) -> Reason:
         return error.reason
     if isinstance(error, Refusal):
         return _reason(error.code, str(error))
+    if DDP in str(error):
+        return replace(_reason("capture-failed", _FROZEN), way_out="freeze parameters before wrapping")
     return _reason("capture-failed", first_line(error))
 
+
+_FROZEN = "DDP's reducer is in C++, and a parameter of the model was frozen or replaced after DDP wrapped it"
+
+_LENIENT = "without strict=True, it runs eagerly, and retrograd.explain() says so"
 
 _WAY_OUT = {
     "": "nothing to do: such a backward runs eagerly; retrograd.explain() lists all reasons",

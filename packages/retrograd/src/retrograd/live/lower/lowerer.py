@@ -316,7 +316,7 @@ class Lowerer:
         """
         reason = self._fn.reason(f"segment {self._fn.number} cannot be compiled: {text}")
         if self._fn.config.strict:
-            raise LoweringError(reason) from error
+            raise LoweringError(getattr(error, "reason", reason)) from error
         if error is not None and not isinstance(error, Refusal) and live_log.isEnabledFor(logging.INFO):
             # format it as text: a log handler that keeps records must not keep the error's frames alive
             live_log.info("%s\n%s", reason, "".join(traceback.format_exception(error)).rstrip())
