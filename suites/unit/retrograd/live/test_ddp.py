@@ -6,6 +6,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -128,12 +129,44 @@ def test_buckets_start_between_the_hooks_as_in_eager(options: dict[str, bool]) -
     same_as_eager(**options)
 
 
-def test_hooks_that_users_put_on_nodes_come_after_the_reducer() -> None:
-    def prepare(model: Any, net: Net, events: list[str]) -> None:
-        node = net.third.bias.expand_as(net.third.bias).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_: events.append("the user's"))
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "after the first step"])
+def test_hooks_that_users_put_on_nodes_keep_their_place(when: str) -> None:
+    """Which of Python's hooks come before the reducer's shows only in what they do."""
 
-    same_as_eager(prepare=prepare)
+    def events(way: Way) -> list[str]:
+        net = nn.Linear(4, 4)
+        seen: list[str] = []
+        nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]  # type: ignore[union-attr]
+
+        def add_hooks() -> None:
+            for node in nodes:
+                node.register_hook(lambda *_: seen.append("the user's"))
+
+        def comm_hook(state, bucket):  # type: ignore[no-untyped-def] # torch checks annotations
+            seen.append("bucket")
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        if when == "before wrapping":
+            add_hooks()
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(None, comm_hook)
+        if when == "after wrapping":
+            add_hooks()
+        for _ in range(2):
+            with way():
+                model(torch.ones(1, 4)).sum().backward()
+            if when == "after the first step" and len(seen) == 1:
+                add_hooks()
+        return seen
+
+    expected = events(nullcontext)
+    context = retrograd.compiled_autograd("aten")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", retrograd.FallbackWarning)  # see the end
+        assert events(lambda: context) == expected
+    assert bool(context.explain().fallbacks) == (when != "after the first step")
 
 
 def test_each_reducer_has_its_own_hooks() -> None:
@@ -149,6 +182,70 @@ def test_each_reducer_has_its_own_hooks() -> None:
     expected = gradients()
     with retrograd.compiled_autograd("aten", strict=True):
         assert gradients() == expected
+
+
+def test_one_reducer_is_found_before_the_other() -> None:
+    """A discriminator first learns alone, then in one backward with the generator."""
+
+    def gradients() -> list[Any]:
+        torch.manual_seed(0)
+        first, second = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
+        for _ in range(2):
+            second(first(torch.ones(2, 4)).detach()).square().sum().backward()
+            second(first(torch.ones(2, 4))).square().sum().backward()
+        return [p.grad.tolist() for model in (first, second) for p in model.parameters()]
+
+    expected = gradients()
+    with retrograd.compiled_autograd("aten", strict=True):
+        assert gradients() == expected
+
+
+def test_a_module_that_is_wrapped_again() -> None:
+    net = nn.Linear(3, 3)
+    with retrograd.compiled_autograd("aten", strict=True):
+        for _ in range(3):
+            model = DistributedDataParallel(net)
+            model(torch.ones(1, 3)).sum().backward()
+            del model
+            gc.collect()
+    assert torch.equal(net.weight.grad, torch.full((3, 3), 3.0))
+
+
+def test_two_reducers_of_one_parameter_keep_their_order() -> None:
+    def gradients(way: Way) -> list[Any]:
+        torch.manual_seed(0)
+        net, models = nn.Linear(4, 4), []
+        for factor in (2, 5):
+
+            def comm_hook(state, bucket, factor=factor):  # type: ignore[no-untyped-def]
+                future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                future.set_result(bucket.buffer() * factor)
+                return future
+
+            models.append(DistributedDataParallel(net))
+            models[-1].register_comm_hook(None, comm_hook)
+            gc.collect()  # now the garbage collector lists the second one first
+            gc.collect()
+        first, second = models
+        with way():
+            (first(torch.ones(1, 4)).sum() + second(torch.ones(1, 4)).sum()).backward()
+        return [p.grad.tolist() for p in net.parameters()]
+
+    expected = gradients(nullcontext)
+    with pytest.warns(retrograd.FallbackWarning, match="keeps its C\\+\\+ hooks"):
+        assert gradients(lambda: retrograd.compiled_autograd("aten")) == expected
+
+
+@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"param_to_hook_all_reduce": nn.Parameter()}])
+def test_a_module_that_could_not_be_wrapped_at_first(options: dict[str, Any]) -> None:
+    net = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"device_ids|at the same time") as kept:
+        DistributedDataParallel(net, **options)
+    model = DistributedDataParallel(net)
+    with retrograd.compiled_autograd("aten", strict=True):
+        model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(net.weight.grad, torch.ones(3, 3))
+    del kept  # its frames hold the first one
 
 
 def test_a_module_that_is_copied_or_freed() -> None:
@@ -174,10 +271,38 @@ def test_a_reducer_with_a_frozen_parameter_keeps_its_hooks_in_c() -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
     model.module.bias.requires_grad_(False)
     with retrograd.compiled_autograd("aten") as context:
-        with pytest.warns(retrograd.FallbackWarning, match="frozen or replaced after DDP wrapped"):
+        with pytest.warns(retrograd.FallbackWarning, match="keeps its C\\+\\+ hooks"):
             model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.ones(3, 3))
     assert [reason.code for reason in context.explain().fallbacks] == ["capture-failed"]
+
+
+def test_as_many_parameters_require_grad_as_before_but_others() -> None:
+    def gradients(way: Way) -> list[Any]:
+        torch.manual_seed(0)
+        first, second, third = (nn.Linear(3, 3) for _ in range(3))
+        first.requires_grad_(False)
+        model = DistributedDataParallel(nn.Sequential(first, second, third), find_unused_parameters=True)
+        first.requires_grad_(True)
+        second.requires_grad_(False)
+        for _ in range(2):
+            with way():
+                model(torch.ones(1, 3)).square().sum().backward()
+        return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+
+    expected = gradients(nullcontext)
+    with pytest.warns(retrograd.FallbackWarning, match="keeps its C\\+\\+ hooks"):
+        assert gradients(lambda: retrograd.compiled_autograd("aten")) == expected
+
+
+def test_a_module_of_which_a_part_is_frozen_when_it_is_wrapped() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    with retrograd.compiled_autograd("aten", strict=True):
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(net[1].bias.grad, torch.full((3,), 2.0))
 
 
 class Checkpointed(nn.Sequential):

@@ -326,11 +326,16 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, Refusal):
         return _reason(error.code, str(error))
     if DDP in str(error):
-        return replace(_reason("capture-failed", _FROZEN), way_out="freeze parameters before wrapping")
+        return replace(_reason("capture-failed", _IN_CPP), way_out=_IN_PYTHON)
     return _reason("capture-failed", first_line(error))
 
 
-_FROZEN = "DDP's reducer is in C++, and a parameter of the model was frozen or replaced after DDP wrapped it"
+_IN_CPP = (
+    "DDP's reducer keeps its C++ hooks: other parameters require grad than when DDP wrapped the module, "
+    "wrapped modules share parameters, or there are hooks on nodes of parameters"
+)
+
+_IN_PYTHON = "freeze parameters before wrapping, and register hooks on parameters instead of nodes"
 
 _LENIENT = "without strict=True, it runs eagerly, and retrograd.explain() says so"
 
