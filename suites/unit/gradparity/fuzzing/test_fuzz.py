@@ -110,7 +110,7 @@ def test_a_worker_hears_what_others_found_before_it_is_given_more() -> None:
 
 
 def _quick(unit: Unit) -> dict[str, Any]:
-    return unit.payload | {"count": 2, "shrink_seconds": 0.0}
+    return unit.payload | {"count": 4, "shrink_seconds": 0.0}
 
 
 def test_shrinking_takes_a_part_of_the_time_that_is_left() -> None:
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_it_with_what_there_is() -> None:
 
 
 def test_finds_are_kept_in_a_folder_and_read_again(tmp_path: Path) -> None:
-    found = campaign("planted:scale-grad", cases=1).finds
+    found = campaign("planted:scale-grad", cases=4).finds
     folder = Folder(tmp_path / "finds")
     assert folder.finds() == []
     file = folder.save(found[0])

@@ -52,7 +52,9 @@ def test_another_process_draws_the_same() -> None:
 def test_eager_agrees_with_itself(name: str) -> None:
     for seed in range(3):
         row = compare(program(Case("generated", name, seed), CPU), EAGER, CPU).row
-        assert row.verdict is Verdict.AGREE, (seed, row.reason)
+        # LAPACK's lstsq has other last bits where memory is aligned otherwise; the oracle sees that.
+        unsteady = "lstsq" in drawn(name, seed).source and row.verdict is Verdict.NONDETERMINISTIC
+        assert row.verdict is Verdict.AGREE or unsteady, (seed, row.reason)
 
 
 @pytest.mark.slow

@@ -153,9 +153,14 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
+    # Only the context may hold the pairs: the backward lets them go.
+    given = _context_class(type(ctx))(ctx, saved, [*modified, *_with_versions(saved)])
+    return _call(ctx, given, grads, is_tensor, zeros)
+
+
+def _with_versions(saved: Sequence[Any]) -> Pairs:
     versions = zip(saved, versions_of(saved), strict=True)
-    pairs = [*modified, *((value, version) for value, version in versions if version is not None)]
-    return _call(ctx, _context_class(type(ctx))(ctx, saved, pairs), grads, is_tensor, zeros)
+    return [(value, version) for value, version in versions if version is not None]
 
 
 def call_kept_backward(
