@@ -1,8 +1,12 @@
-"""A table as Markdown: its head and rows in, text out."""
+"""A table as Markdown: its head and rows in, text out; and where documents hold such a table."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+#: a table in a document, with the names of its maker and of the file that it is made from
+MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

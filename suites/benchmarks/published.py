@@ -10,7 +10,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,19 @@ from asv.runner import BenchmarkResult
 from asv.util import write_json
 
 from .figures import Table
+from .markdown import MADE
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = RESULTS.parents[2]
 QUOTING = ("README.md", "docs/comparison.md")
 _TURNS = r"turns-([\w-]+):\w+"
-#: by benchmark: the parts that have it, with the name of a model; the end of a figure's name; the unit
+#: by benchmark: the parts that have it, with the name of a model; the end of a figure's name; type and unit
 KINDS = {
-    "training.time_step": (_TURNS, " step", "seconds"),
-    "training.track_step_ratio": (_TURNS, " of stock", "of stock's step"),
-    "training.peakmem_step": (_TURNS, " allocated", "bytes"),
-    "compile_time.time_cold_start": (r"start-(\w+):cold", " step", "seconds"),
-    "compile_time.time_warm_start": (r"start-(?:noted-)?(\w+):warm", " step", "seconds"),
+    "training.time_step": (_TURNS, " step", "time", "seconds"),
+    "training.track_step_ratio": (_TURNS, " of stock", "track", "of stock's step"),
+    "training.peakmem_step": (_TURNS, " allocated", "peakmemory", "bytes"),
+    "compile_time.time_cold_start": (r"start-(\w+):cold", " step", "time", "seconds"),
+    "compile_time.time_warm_start": (r"start-(?:noted-)?(\w+):warm", " step", "time", "seconds"),
 }
 
 
@@ -57,7 +57,7 @@ def figures(table: Table) -> Iterator[Figure]:
         if stock is not None:
             steps = {name.removesuffix(" step"): one for name, one in found.items() if name.endswith(" step")}
             found = {f"{way} of stock": one / stock for way, one in steps.items()} | found
-        for benchmark, (parts, end, _) in KINDS.items():
+        for benchmark, (parts, end, *_) in KINDS.items():
             model = re.fullmatch(parts, part)
             for name, value in found.items() if model else ():
                 if name.endswith(end):
@@ -67,7 +67,7 @@ def figures(table: Table) -> Iterator[Figure]:
 def quoted() -> list[Path]:
     """The tables from which tables of the documents are made."""
     text = "".join((ROOT / name).read_text() for name in QUOTING)
-    return [RESULTS / name for name in dict.fromkeys(re.findall(r"<!-- made:\w+ (\w\S*\.json) -->", text))]
+    return [RESULTS / name for name in dict.fromkeys(made["file"] for made in MADE.finditer(text)) if name]
 
 
 def save(config: Any, files: list[Path]) -> None:
@@ -94,11 +94,11 @@ def save(config: Any, files: list[Path]) -> None:
 
 def _benchmark(name: str, figures: list[Figure]) -> dict[str, Any]:
     own = [one for one in figures if one.benchmark == name]
-    kind = {"time": "time", "peakmem": "peakmemory"}.get(name.split(".")[1].split("_")[0], "track")
+    *_, kind, unit = KINDS[name]
     return {
         "name": name,
         "version": "1",
-        "unit": KINDS[name][2],
+        "unit": unit,
         "type": kind,
         "param_names": ["model", "way"],
         "params": [sorted({one.model for one in own}), sorted({one.way for one in own})],
@@ -108,9 +108,9 @@ def _benchmark(name: str, figures: list[Figure]) -> dict[str, Any]:
 
 def _last_change(file: Path) -> tuple[str, int]:
     """The commit of the main line that last changed `file`, and its time in milliseconds."""
-    command = ["git", "log", "--first-parent", "-1", "--format=%H %cI", "--", str(file)]
-    commit, moment = subprocess.check_output(command, cwd=file.parent, text=True).split()
-    return commit, int(datetime.fromisoformat(moment).timestamp() * 1000)
+    command = ["git", "log", "--first-parent", "-1", "--format=%H %ct", "--", str(file)]
+    commit, seconds = subprocess.check_output(command, cwd=file.parent, text=True).split()
+    return commit, int(seconds) * 1000
 
 
 if __name__ == "__main__":

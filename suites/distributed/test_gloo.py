@@ -1,4 +1,4 @@
-"""Data parallelism on two real processes: FSDP2 is compiled, DDP's C++ reducer falls back; both are right.
+"""Data parallelism on two real processes: FSDP2 and DDP are compiled between their hooks, and right.
 
 Stock compiled autograd computes wrong gradients for the first, silently (it drops ``queue_callback``).
 """
@@ -14,7 +14,6 @@ from distributed.ranks import compare
 RANKS = 2
 
 
-@pytest.mark.filterwarnings("ignore::retrograd.FallbackWarning")
 @pytest.mark.parametrize("backend", ["eager", "aten"])
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
 def test_two_ranks_get_eagers_gradients(wrapper: str, backend: str) -> None:

@@ -25,11 +25,11 @@ import retrograd.aot
 import retrograd.dynamo
 from benchmarks import training_table
 from benchmarks.figures import Table
+from benchmarks.markdown import MADE
 from ecosystem import pages
 from retrograd.config import ALLOWED
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = re.compile(r"<!-- made:(?P<table>\w+) ?(?P<file>\S*) -->\n(?P<text>.*?)<!-- /made -->", re.DOTALL)
 #: what a callable takes and returns, in the words of a rule.
 CALLABLE = re.compile(r"\(gm.+")
 EXAMPLE = re.compile(

@@ -31,6 +31,11 @@ class Reason:
     source: str = ""
     way_out: str = ""
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether the way out is to do nothing."""
+        return self.way_out.startswith("nothing to do")
+
     def __str__(self) -> str:
         where = f"  stage  {self.stage}" + (f"        node  {self.node}" if self.node else "")
         lines = [self.text, where]

@@ -25,7 +25,7 @@ def indented(reason: Reason) -> str:
 def short(reason: Reason, between: str = "\n    ") -> str:
     """A reason in two lines: its code, its text, and the way out; or in one, with other text `between`."""
     node = f" ({reason.node})" if reason.node else ""
-    way_out = reason.way_out if reason.way_out.startswith("nothing to do") else f"try {reason.way_out}"
+    way_out = reason.way_out if reason.asks_nothing else f"try {reason.way_out}"
     return f"[{reason.code}] {reason.text}{node}" + (between + way_out if reason.way_out else "")
 
 
@@ -33,8 +33,9 @@ def by_kind(kinds: Counter[str], shown: int | None) -> str:
     """A total and its first parts: ``30: 11 compiled, 19 shared``. A single part needs no total."""
     if len(kinds) == 1:
         return "".join(f"{count} {kind}" for kind, count in kinds.items())
-    parts = [f"{count} {kind}" for kind, count in kinds.most_common(shown)]
-    rest = kinds.total() - sum(count for _, count in kinds.most_common(shown))
+    first = dict(kinds.most_common(shown))
+    parts = [f"{count} {kind}" for kind, count in first.items()]
+    rest = kinds.total() - sum(first.values())
     return f"{kinds.total()}: " + ", ".join([*parts, *([f"{rest} more"] if rest else [])])
 
 

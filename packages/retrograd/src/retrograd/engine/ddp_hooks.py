@@ -37,9 +37,11 @@ def replace_cpp_hooks(backward: LiveBackward, refused: Exception) -> bool:
     """Replace the C++ hooks of reducers on leaves of `backward`, if that is why the engine has `refused` it.
     Gives whether there were any. We leave them alone if we cannot tell which parameters a reducer has, or
     which hooks of one node come first."""
+    if DDP not in str(refused):
+        return False
     leaves = [leaf_of(node.handle) for node in backward.asked_graph.nodes]
     leaves = [leaf for leaf in leaves if isinstance(leaf, Parameter)]
-    if DDP not in str(refused) or all(leaf in _left_alone for leaf in leaves):
+    if all(leaf in _left_alone for leaf in leaves):
         return False
     ours, found = {*map(id, leaves)}, []
     for module in gc.get_objects():

@@ -225,8 +225,9 @@ class Session:
             CaptureError: in strict mode.
         """
         if self.config.strict:
-            eagerly = reason.way_out.startswith("nothing to do")
-            raise CaptureError(replace(reason, way_out=_LENIENT) if eagerly else reason) from error
+            raise CaptureError(
+                replace(reason, way_out=_LENIENT) if reason.asks_nothing else reason
+            ) from error
 
     def leave_to_transform(self) -> None:
         """Report that ``torch.func`` runs this backward itself: its tensors are differentiated as part of the
