@@ -231,13 +231,14 @@ class Probe:
         return tuple(freeze(item, KEEP_ELEMENTS) for item in self.log)
 
     def release(self) -> None:
-        """Lets go of all tensors, and takes the gradients off the leaves; nothing is observed afterwards.
+        """Lets go of all tensors, and takes gradients and hooks off the leaves; nothing is observed afterwards.
 
-        Without it a program's tensors stay for ever: hooks hold the probe, and a gradient that was made with
-        a graph holds its leaf. Both are cycles through C++, which Python's collector does not see.
+        Without it a program's tensors stay for ever: hooks hold the probe, a gradient that was made with a
+        graph holds its leaf, and a hook of several leaves holds the node that accumulates into each. These
+        are cycles through C++, which Python's collector does not see.
         """
         for leaf in self._leaves.values():
-            leaf.grad = None
+            leaf.grad = leaf._backward_hooks = None
         self._leaves, self._watched, self._on_leaf = {}, {}, []
         self.events, self.values, self.log, self.invariants = [], [], [], []
 

@@ -15,7 +15,7 @@ from gradparity.corpus.generated import scripted
 from gradparity.generate.draw import drawn
 from gradparity.generate.kinds.samples import _samples
 from gradparity.observe import observe
-from gradparity.probe import Probe
+from gradparity.probe import Body, Probe
 from gradparity.subjects.registry import resolve
 from gradparity.tidy import EVERY, tidy, tidy_now_and_then
 
@@ -45,9 +45,19 @@ def _hooked(p: Probe) -> None:
         y.sum().backward(create_graph=True)
 
 
+def _hooked_together(p: Probe) -> None:
+    """A hook of two leaves holds the nodes that accumulate into them."""
+    x, y = p.leaf("x", p.randn(3, requires_grad=True)), p.leaf("y", p.randn(3, requires_grad=True))
+    torch.autograd.graph.register_multi_grad_hook((x, y), p.hook("both", kind="multi"), mode="all")
+    with p.backward():
+        (x * y).sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_a_program_that_ran_leaves_no_tensors() -> None:
-    assert _grown(lambda: observe(Case("test", "hooked"), _hooked, resolve("eager"), torch.float32, CPU)) <= 0
+@pytest.mark.parametrize("body", [_hooked, _hooked_together])
+def test_a_program_that_ran_leaves_no_tensors(body: Body) -> None:
+    case = Case("test", "hooked")
+    assert _grown(lambda: observe(case, body, resolve("eager"), torch.float32, CPU)) <= 0
 
 
 @pytest.mark.parametrize("policy", ["islands", "functions", "hooks"])
