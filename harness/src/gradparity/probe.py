@@ -231,7 +231,7 @@ class Probe:
         return tuple(freeze(item, KEEP_ELEMENTS) for item in self.log)
 
     def release(self) -> None:
-        """Lets go of all tensors, and takes gradients and hooks off the leaves; nothing is observed afterwards.
+        """Lets go of all tensors, and of the gradients and hooks of leaves; nothing is observed afterwards.
 
         Without it a program's tensors stay for ever: hooks hold the probe, a gradient that was made with a
         graph holds its leaf, and a hook of several leaves holds the node that accumulates into each. These
