@@ -57,6 +57,10 @@ class CompiledAutograd:
         self.report = Report(above=process_report)
         self._session = Session(config, self.report, is_paced=True, place=place)
 
+    def __reduce__(self) -> Any:
+        """A copy or a pickle holds the options. Nobody has entered it, and it shares no code."""
+        return CompiledAutograd, (self.config,)
+
     def __enter__(self) -> CompiledAutograd:
         check_supported()
         enter(self, self._session)

@@ -90,6 +90,10 @@ class AotFunction:
         self._specialized.clear()
         self._states.clear()
 
+    def __reduce__(self) -> Any:
+        """A copy or a pickle holds the function and the options, and compiles itself again."""
+        return AotFunction, (self.fn, self.config)
+
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
         """The state of all modules in this call. A state that has changed becomes a new one, which guards see
         as another input.

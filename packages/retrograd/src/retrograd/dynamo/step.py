@@ -125,6 +125,10 @@ class CompiledStep:
             are_numbers_exact=watch.computes_like_eager,
         )
 
+    def __reduce__(self) -> Any:
+        """A copy or a pickle holds the step and the options, and compiles itself again."""
+        return CompiledStep, (self.fn, self.config)
+
     def explain(self) -> StepReport:
         """How the calls ran, and which pieces the step was divided into, with the reasons."""
         return self._report

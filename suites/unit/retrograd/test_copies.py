@@ -1,0 +1,65 @@
+"""What compiles itself can be copied and pickled once it has run: a model that holds it is, as in eager."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import retrograd
+
+
+def loss_of(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def step_of(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, x)
+    loss.backward()
+    return loss.detach()
+
+
+def _staged(model: nn.Linear, x: torch.Tensor) -> None:
+    model.made(model, x).backward()
+
+
+def _step(model: nn.Linear, x: torch.Tensor) -> None:
+    model.made(model, x)
+
+
+def _context(model: nn.Linear, x: torch.Tensor) -> None:
+    with model.made:
+        step_of(model, x)
+
+
+WAYS = {
+    "aot.function": (lambda: retrograd.aot.function(loss_of, backend="eager", strict=True), _staged),
+    "compile_step": (lambda: retrograd.compile_step(step_of, backend="eager", strict=True), _step),
+    "compiled_autograd": (lambda: retrograd.compiled_autograd(backend="eager", strict=True), _context),
+}
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_copied_with_what_it_holds(way, again):
+    make, run = WAYS[way]
+    eager = nn.Linear(3, 2)
+    model = copy.deepcopy(eager)
+    model.made = make()
+    for _ in range(3):
+        run(model, torch.ones(4, 3))
+    model.made = again(model.made)
+    other = copy.deepcopy(model)
+    assert type(other.made) is type(model.made)
+    assert other.made is not model.made
+    assert other.made.config == model.made.config
+    for each in (model, other, eager):
+        each.zero_grad()
+    step_of(eager, torch.full((4, 3), 2.0))
+    for each in (model, other):
+        run(each, torch.full((4, 3), 2.0))
+        assert torch.equal(each.weight.grad, eager.weight.grad)
+        assert torch.equal(each.bias.grad, eager.bias.grad)
