@@ -42,6 +42,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Lead a page's links to documents of the top folder to their pages."""
+    for page, document in TOP.items():
+        markdown = re.sub(rf"\]\(\.\./((?:\.\./)*){re.escape(document)}", rf"](\g<1>{page}", markdown)
+    return markdown
+
+
 def linked(text: str) -> str:
     """A document's links, as they are on the site."""
     text = text.replace("](docs/", "](")

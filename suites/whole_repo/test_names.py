@@ -112,8 +112,8 @@ def missing_paths(text: str, document: Path) -> Iterator[str]:
             yield word
 
 
-#: what commands write, and pages that are documents of the top folder.
-MADE = {"architecture.md", "contributing.md", "changelog.md"} | {
+#: what commands write.
+MADE = {
     "report.html",
     "results.db",
     "conformance.json",

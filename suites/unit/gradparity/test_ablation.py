@@ -1,5 +1,6 @@
 """Ablation: the first rung that diverges names the stage; hashes of values name the operator."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,51 @@ def test_the_stage_and_the_operator_of_a_real_divergence(bench) -> None:
     assert (found.stage, [step.verdict for step in found.steps]) == ("dynamo", ["DIVERGE"])
     assert found.operator
     assert Ablation.from_json(found.to_json()) == found
+
+
+BACKENDS = """
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from functorch.compile import make_boxed_func
+
+
+def plain(gm, inputs):
+    return make_boxed_func(gm.forward)
+
+
+def wrong_cosine(gm, inputs):
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.cos.default:
+            node.target = torch.ops.aten.sin.default
+    gm.recompile()
+    return plain(gm, inputs)
+
+
+def native(gm, inputs):
+    code = plain(gm, inputs)
+
+    def run(args):
+        with torch._C._DisableTorchDispatch():
+            return [one * 1.01 if isinstance(one, torch.Tensor) else one for one in code(args)]
+
+    run._boxed_call = True
+    return run
+
+
+seen = aot_autograd(fw_compiler=wrong_cosine, bw_compiler=wrong_cosine)
+unseen = aot_autograd(fw_compiler=plain, bw_compiler=native)
+"""
+
+
+@pytest.mark.parametrize(("function", "operator"), [("seen", "aten.cos.default (backward)"), ("unseen", "")])
+def test_a_backend_from_a_file_names_an_operator_if_it_calls_operators(
+    bench, tmp_path: Path, function: str, operator: str
+) -> None:
+    """A code generator's own kernels are no ATen calls: nothing of them is blamed."""
+    file = tmp_path / "backends_to_ablate.py"
+    file.write_text(BACKENDS)
+    found = ablate(bench.program(small), f"compile:{file}:{function}", CPU)
+    assert (found.stage, found.operator) == (f"{file}:{function}", operator)
 
 
 def test_a_row_carries_its_ablation() -> None:

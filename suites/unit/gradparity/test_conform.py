@@ -4,14 +4,17 @@ import json
 import re
 import time
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from gradparity.campaign import Campaign
 from gradparity.cli import app
+from gradparity.cli.conform import print_conformance
 from gradparity.conform import run as conform_run
 from gradparity.conform.badge import badge
 from gradparity.conform.levels import (
@@ -23,7 +26,9 @@ from gradparity.conform.levels import (
     spread,
 )
 from gradparity.conform.outcome import FAILED, PASSED, STOCKS, Conformance, read
+from gradparity.conform.run import minutes_for_all
 from gradparity.corpus.registry import corpus
+from gradparity.verdict import Row, Verdict
 
 CHOSEN = [
     ("op_db", "sin"),
@@ -184,6 +189,26 @@ def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -
     result, found = judged("eager", "out", "--minutes", "0.1")
     assert (result.exit_code, found.planned, found.cases) == (0, 6, 1)
     assert "1 cases; 5 cases had no time" in result.stdout
+    assert "reaches level 1 of 4" in result.stdout
+    assert re.search(
+        r"no time for levels 2, 3, 4\nall cases need about [12] minutes: --minutes [12]\n", result.stdout
+    )
+
+
+def test_a_backend_that_had_no_time_is_told_that_nothing_was_judged(home: Path) -> None:
+    nothing = Conformance("b", {"torch": "2.13.0+cpu"}, "cpu", "own", 6)
+    shown = Console(file=StringIO(), width=150)
+    print_conformance(shown, nothing, None)
+    text = shown.file.getvalue()
+    assert "0 cases; 6 cases had no time. b reaches no level.\n" in text
+    assert "no time for levels 0, 1, 2, 3, 4\ngive it more time: --minutes\n" in text
+
+
+def test_the_time_for_all_cases_is_that_of_the_cases_that_ran() -> None:
+    rows = [Row("op_db::sin::0", 0, "op_db", "compile:b", Verdict.AGREE)] * 2
+    campaign = Campaign(rows, total=100, began=time.monotonic() - 6)
+    assert minutes_for_all(campaign) == 6  # 3 s for each case, and the margin: 320 s
+    assert minutes_for_all(Campaign(total=100)) is None
 
 
 def test_the_time_left_is_never_more_than_there_are_minutes() -> None:

@@ -430,6 +430,18 @@ def test_a_file_with_none_or_several_functions_says_which(tmp_path: Path, text: 
         full_name(str(file))
 
 
+def test_a_function_that_a_file_lacks_is_answered_with_those_that_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "c.py"
+    file.write_text(ONE + MORE)
+    told = (
+        rf"(?s)did you mean  {file}:compile_graph.*known  {file}:compile_graph, {file}:lower, {file}:again\n"
+    )
+    with pytest.raises(UnknownNameError, match=told):
+        resolve(f"compile:{file}:compile_grph")
+    with pytest.raises(UnknownNameError, match=r"(?s)did you mean  json:dumps.*try .*FILE.py:FUNCTION"):
+        resolve("compile:json:dmps")
+
+
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_subject_of_newer_releases_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = (line for line in listed() if line.split()[0] == name)

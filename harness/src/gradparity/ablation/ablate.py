@@ -29,7 +29,7 @@ INTERPRETED = (
     "capture and order",
     "lowering",
 )
-"""Stages after which a graph still runs call by call, so that calls can be compared."""
+"""Stages after which a graph still runs call by call, so that eager's calls can be missed in it."""
 
 VALUES = ("grad-values", "values", "state-values", "hook-payload")
 """Symptoms for which there is an operator to be found."""
@@ -120,15 +120,14 @@ def _stage(rung: Rung, row: Row) -> str:
 def _with_operator(found: Ablation, program: Program, rung: Rung, row: Row, device: torch.device) -> Ablation:
     if row.symptom.removesuffix("-bits") not in VALUES:
         return found
-    if rung.stage in INTERPRETED:
-        calls = parting(program, resolve(rung.subject), device)
-        how = "hashes of what every call returns, in eager and under the subject"
-        return replace(found, operator=calls.operator, how=how) if calls.operator else found
     if rung.stage in ("inductor", "backend"):
         part = bisected(lambda: _agrees(program, rung, device))
         how = "torch._inductor.compiler_bisector"
         return replace(found, operator=part.describe(), how=how) if part is not None else found
-    return found
+    calls = parting(program, resolve(rung.subject), device)
+    how = "hashes of what every call returns, in eager and under the subject"
+    is_named = calls.operator and (rung.stage in INTERPRETED or calls.is_seen)
+    return replace(found, operator=calls.operator, how=how) if is_named else found
 
 
 def _agrees(program: Program, rung: Rung, device: torch.device) -> bool:

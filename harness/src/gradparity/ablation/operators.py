@@ -71,10 +71,14 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part: eager's call whose result is missing, the subject's call that made another."""
+    """Where two runs part: eager's call whose result is missing, the subject's call that made another.
+    `is_seen`: whether a call of the subject computes from the same values; a kernel that is no ATen call
+    leaves only eager's call.
+    """
 
     eager: Call | None
     subject: Call | None
+    is_seen: bool = True
 
     @property
     def operator(self) -> str:
@@ -103,7 +107,11 @@ def compare_calls(eager: list[Call], subject: list[Call]) -> Parting:
     """
     made_by_eager = {value for call in eager for value in (*call.taken, *call.given)}
     made_by_subject = {value for call in subject for value in (*call.taken, *call.given)}
-    return Parting(_first_missing(eager, made_by_subject), _first_missing(subject, made_by_eager))
+    lacked, made = _first_missing(eager, made_by_subject), _first_missing(subject, made_by_eager)
+    if lacked is None:
+        return Parting(None, made, made is not None and made_by_eager.issuperset(made.taken))
+    beside = [call for call in subject if (call.taken, call.phase) == (lacked.taken, lacked.phase)]
+    return Parting(lacked, made, any(not set(call.given).issubset(call.taken) for call in beside))
 
 
 def _first_missing(calls: list[Call], others: set[str]) -> Call | None:

@@ -22,7 +22,7 @@ from gradparity.conform.badge import badge
 from gradparity.conform.compare import Change, changed
 from gradparity.conform.levels import LEVELS
 from gradparity.conform.outcome import REMARKS, RESULTS, Conformance, Result, conformance, read
-from gradparity.conform.run import conformed
+from gradparity.conform.run import conformed, minutes_for_all
 from gradparity.subjects.registry import full_name
 from gradparity.writing import write_text
 
@@ -94,15 +94,15 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
         found.write(out / "conformance.json")
         write_text(out / "conformance.svg", badge(found))
         Files(html=report_file).write(result.rows)
-    print_conformance(console, found)
+    print_conformance(console, found, minutes_for_all(result))
     for error in result.errors:
         console.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
     console.print(f"wrote {out / 'conformance.json'} and {out / 'conformance.svg'}", markup=False)
     raise typer.Exit(result.exit_code)
 
 
-def print_conformance(console: Console, found: Conformance) -> None:
-    """One page: the levels, the kinds of failures, what to do next."""
+def print_conformance(console: Console, found: Conformance, minutes: int | None) -> None:
+    """One page: the levels, the kinds of failures, what to do next. `minutes`: what all cases would need."""
     told = ", ".join(f"{name} {text}" for name, text in found.versions.items())
     console.print(f"{found.backend} on {found.device}: {told}", markup=False)
     table = Table()
@@ -128,6 +128,12 @@ def print_conformance(console: Console, found: Conformance) -> None:
     left = f"; {found.planned - found.cases} cases had no time" if found.cases < found.planned else ""
     reached = f"level {found.reached} of {len(LEVELS) - 1}" if found.reached >= 0 else "no level"
     console.print(f"{found.cases} cases{left}. {found.backend} reaches {reached}.", markup=False)
+    if not left:
+        return
+    if empty := [str(number) for number in range(len(LEVELS)) if not found.count(number)]:
+        console.print(f"no time for levels {', '.join(empty)}", markup=False)
+    enough = f"all cases need about {minutes} minutes: --minutes {minutes}"
+    console.print(enough if minutes else "give it more time: --minutes", markup=False)
 
 
 def print_change(console: Console, before: Conformance, after: Conformance) -> Change:

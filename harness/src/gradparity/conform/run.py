@@ -5,6 +5,7 @@ In: a plan with one subject, minutes. Out: a finished `Campaign`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -51,3 +52,11 @@ def conformed(plan: Plan, minutes: float, known: Known | None, listen: Listener)
     found = campaign.run(plan, known, listen, source=source)
     found.rows = [row.as_expected() if row.verdict in REMARKS else row for row in found.rows]
     return found
+
+
+def minutes_for_all(found: Campaign) -> int | None:
+    """About how many minutes all places need, at the pace of those that ran; None if none did."""
+    if not found.rows:
+        return None
+    pace = (time.monotonic() - found.began) / len(found.rows)
+    return math.ceil((pace * found.total + MARGIN) / 60)

@@ -11,7 +11,7 @@ else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gradparity.errors import UnknownNameError
@@ -147,7 +147,10 @@ def _compile(name: str, backend: str) -> Subject:
     plain, _, flag = backend.partition("+")
     own_random, place = flag == "random", plain if flag == "random" else backend
     if ":" in place:
+        module = place.rpartition(":")[0]
         with _explained(place):
+            names = [f"{module}:{name}" for name in functions_of(module)]
+        with _explained(place, names):
             function_at(place)
         return StockCompile(name, place, own_random)
     return StockCompile(name, _registered(place), own_random)
@@ -158,13 +161,13 @@ _WAYS = "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of to
 
 
 @contextmanager
-def _explained(place: str) -> Iterator[None]:
+def _explained(place: str, known: Sequence[str] = ()) -> Iterator[None]:
     """Whatever a user's module raises while it is imported becomes an UnknownNameError."""
     try:
         yield
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise UnknownNameError("torch.compile backend", place, list(NAMED), why, _WAYS) from error
+        raise UnknownNameError("torch.compile backend", place, [*(known or NAMED)], why, _WAYS) from error
 
 
 def _only_function(file: str) -> str:

@@ -158,16 +158,19 @@ def function_at(place: str) -> Callable[..., Any]:
     return made
 
 
-def functions_of(file: str) -> list[str]:
-    """The callables that a Python file defines or assigns at its top, in the file's order; no classes, and
-    no names that begin with an underscore.
+def functions_of(module: str) -> list[str]:
+    """The callables that a module, or a Python file, defines or assigns at its top, in the file's order; no
+    classes, and no names that begin with an underscore. None of a module that is not written in Python.
 
     Raises:
-        ImportError, SyntaxError: there is no such file, or it is no Python.
+        ImportError, SyntaxError: there is no such module or file, or it is no Python.
     """
-    loaded = _loaded(file)
+    loaded = _loaded(module)
+    file = Path(getattr(loaded, "__file__", None) or "")
+    if file.suffix != ".py":
+        return []
     names: list[str] = []
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         names += [target.id for target in targets if isinstance(target, ast.Name)]
         names += [node.name] if isinstance(node, ast.FunctionDef) else []
