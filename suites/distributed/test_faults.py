@@ -1,18 +1,13 @@
-"""Ranks that fail or compile alone: both ranks end as in eager, and none hangs; the committed results say so.
+"""Ranks that fail or compile alone: both ranks end as in eager, and none hangs.
 
 Each rank compiles for itself, with Dynamo and the live path, and only the program's own collectives wait.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from distributed.faults import FAULTS, Fault, verdict
-
-RESULTS = Path(__file__).parent / "results" / "faults_gloo_torch2.13.json"
+from distributed.faults import Fault, verdict
 
 
 @pytest.mark.parametrize(
@@ -32,13 +27,10 @@ def test_both_ranks_end_as_in_eager(fault: Fault, program: str, way: str) -> Non
 def test_an_outcome_that_is_not_eagers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault("raise", "hook", rank=1, step=1)
     monkeypatch.setattr("distributed.faults.of_eager", lambda *_: [["done"], ["done"]])
-    for found, told in (([["done"]] * 2, "as eager"), ([["done"], ["other"]], "differs"), ([["done"], 1], "hung")):
+    for found, told in (
+        ([["done"]] * 2, "as eager"),
+        ([["done"], ["other"]], "differs"),
+        ([["done"], 1], "hung"),
+    ):
         monkeypatch.setattr("distributed.faults.outcomes", lambda *_, found=found: found)
         assert verdict(fault, "hooks", "live") == told
-
-
-def test_the_committed_runs_all_ended_as_in_eager() -> None:
-    found = json.loads(RESULTS.read_text())["by fault"]
-    assert found.keys() == {" ".join(fault) for fault in FAULTS}
-    assert all(counts.keys() == {"as eager"} for counts in found.values())
-    assert sum(counts["as eager"] for counts in found.values()) == 200
