@@ -151,7 +151,8 @@ def train(happens: Happens, program: str, way: str, outcome: Outcome) -> None:
 def run(rank: int, folder: str, fault: Fault, program: str, way: str) -> None:
     """Run on one rank, which writes its outcome into the folder, unless it is killed or hangs.
 
-    The process ends at once: torch's destructors may hang in eager too if a peer has died (torch 2.13, DDP).
+    The process ends while it is in the group: when a peer had been killed, leaving the group took more than a
+    minute under DDP, in eager too (torch 2.13).
     """
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     warnings.simplefilter("ignore")
@@ -171,6 +172,7 @@ def run(rank: int, folder: str, fault: Fault, program: str, way: str) -> None:
 
 def outcomes(fault: Fault, program: str, way: str) -> list[Any]:
     """What each rank wrote, or the exit status of its process: -9 if it was killed, 1 if it hung."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "distributed.ranks"])
     with tempfile.TemporaryDirectory() as folder:
         given = folder, fault, program, way
         started = start_processes(run, given, RANKS, join=False, start_method="forkserver")
@@ -199,7 +201,6 @@ def main() -> None:
     parser.add_argument("--ways", default="live,backend,compile,live and backend")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "distributed.ranks"])
     every = [*itertools.product(FAULTS, PROGRAMS, chosen.ways.split(","))]
     random.Random(0).shuffle(every)
     counts = {way: Counter[str]() for way in chosen.ways.split(",")}

@@ -9,6 +9,9 @@ import pytest
 
 from distributed.faults import Fault, verdict
 
+pytestmark = pytest.mark.xdist_group("faults")
+"""In one worker, so that torch is imported once for all ranks."""
+
 
 @pytest.mark.parametrize(
     ("fault", "program", "way"),
