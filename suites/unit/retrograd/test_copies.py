@@ -35,6 +35,27 @@ def _context(model: nn.Linear, x: torch.Tensor) -> None:
         step_of(model, x)
 
 
+@retrograd.compile_step
+def decorated_step(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return step_of(model, x)
+
+
+@retrograd.aot.function
+def decorated_function(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(model, x)
+
+
+class Trainer:
+    """It compiles a step of its own."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 2)
+        self.made = retrograd.compile_step(self.step, backend="eager", strict=True)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return step_of(self.model, x)
+
+
 WAYS = {
     "aot.function": (lambda: retrograd.aot.function(loss_of, backend="eager", strict=True), _staged),
     "compile_step": (lambda: retrograd.compile_step(step_of, backend="eager", strict=True), _step),
@@ -63,3 +84,22 @@ def test_a_model_is_copied_with_what_it_holds(way, again):
         run(each, torch.full((4, 3), 2.0))
         assert torch.equal(each.weight.grad, eager.weight.grad)
         assert torch.equal(each.bias.grad, eager.bias.grad)
+
+
+@pytest.mark.parametrize("made", [decorated_step, decorated_function])
+def test_a_decorated_function_is_known_by_its_name(made):
+    assert copy.deepcopy(made) is made
+    assert pickle.loads(pickle.dumps(made)) is made
+
+
+def test_a_copy_of_a_bound_step_trains_the_copy():
+    trainer = Trainer()
+    for _ in range(3):
+        trainer.made(torch.ones(4, 3))
+    other = copy.deepcopy(trainer)
+    for each in (trainer, other):
+        each.model.zero_grad()
+    for _ in range(3):
+        other.made(torch.ones(4, 3))
+    assert trainer.model.weight.grad is None
+    assert other.model.weight.grad is not None

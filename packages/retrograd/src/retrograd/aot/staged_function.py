@@ -26,6 +26,7 @@ from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.runtime import pytree
+from retrograd.runtime.copies import reduced
 from retrograd.runtime.modes import ThreadModes
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
@@ -91,8 +92,7 @@ class AotFunction:
         self._states.clear()
 
     def __reduce__(self) -> Any:
-        """A copy or a pickle holds the function and the options, and compiles itself again."""
-        return AotFunction, (self.fn, self.config)
+        return reduced(self)
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
         """The state of all modules in this call. A state that has changed becomes a new one, which guards see

@@ -31,6 +31,7 @@ from retrograd.process import restored_on_error
 from retrograd.progress import watched
 from retrograd.report import Report, process_report
 from retrograd.report_text import counted
+from retrograd.runtime.copies import reduced
 from retrograd.runtime.cuda import unused_memory_returned
 from retrograd.runtime.modes import compile_stance
 from retrograd.specialize.profitability import Pace
@@ -126,8 +127,7 @@ class CompiledStep:
         )
 
     def __reduce__(self) -> Any:
-        """A copy or a pickle holds the step and the options, and compiles itself again."""
-        return CompiledStep, (self.fn, self.config)
+        return reduced(self)
 
     def explain(self) -> StepReport:
         """How the calls ran, and which pieces the step was divided into, with the reasons."""
