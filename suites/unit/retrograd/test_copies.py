@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import threading
+import types
 
 import pytest
 import torch
@@ -103,3 +106,19 @@ def test_a_copy_of_a_bound_step_trains_the_copy():
         other.made(torch.ones(4, 3))
     assert trainer.model.weight.grad is None
     assert other.model.weight.grad is not None
+
+
+def test_a_copy_has_the_same_backend_and_imports_nothing(tmp_path, monkeypatch):
+    module = types.ModuleType("of_nobody")
+    (tmp_path / "of_nobody.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    exec("def double(x): return x * 2", vars(module))
+    lock = threading.Lock()
+
+    def backend(gm, inputs):
+        with lock:
+            return gm
+
+    made = retrograd.aot.function(module.double, backend=functools.partial(backend))
+    assert torch.equal(copy.deepcopy(made)(torch.ones(2)), torch.full((2,), 2.0))
+    assert copy.deepcopy(made).config is made.config

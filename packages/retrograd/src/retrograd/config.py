@@ -170,6 +170,10 @@ class Config:
             raise OptionError.unknown(name, known)
         return super().__new__(cls)
 
+    def __deepcopy__(self, memo: object) -> Config:
+        """Itself: a copy of what was compiled has the same backend and passes."""
+        return self
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", _collected(self.passes, tuple))
         object.__setattr__(self, "opaque", _collected(self.opaque, frozenset))

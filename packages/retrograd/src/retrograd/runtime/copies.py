@@ -5,7 +5,9 @@ In: what was made of a function and the options. Out: what ``__reduce__`` return
 
 from __future__ import annotations
 
+import operator
 import pkgutil
+import sys
 from typing import Any
 
 
@@ -13,9 +15,9 @@ def reduced(made: Any) -> tuple[Any, ...]:
     """By name, if the name of ``made.fn`` leads to `made`, as after decoration: a copy is `made` itself, as a
     copy of a function is. Otherwise the function and the options, and a copy compiles itself again.
     """
-    name = f"{getattr(made.fn, '__module__', '')}:{getattr(made.fn, '__qualname__', '')}"
-    try:
-        is_named = pkgutil.resolve_name(name) is made
-    except (ValueError, ImportError, AttributeError):  # a local function, or a name that leads nowhere
+    module, name = getattr(made.fn, "__module__", ""), getattr(made.fn, "__qualname__", "")
+    try:  # nothing is imported here: a function's module need not be a module that others can import
+        is_named = operator.attrgetter(name)(sys.modules[module]) is made
+    except (KeyError, AttributeError):  # also of a local function
         is_named = False
-    return (pkgutil.resolve_name, (name,)) if is_named else (type(made), (made.fn, made.config))
+    return (pkgutil.resolve_name, (f"{module}:{name}",)) if is_named else (type(made), (made.fn, made.config))
