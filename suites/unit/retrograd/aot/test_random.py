@@ -10,6 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from retrograd import aot
+from retrograd.aot import compiler
+from retrograd.backends import registry
 
 
 def drawn(fn, x):
@@ -65,6 +67,114 @@ def test_a_checkpoint_with_dropout_is_compiled_by_inductor(numbers):
         (grad,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(grad, out)
     assert 0 < (out == 0).sum() < out.numel()
+
+
+def layers(draw=functional.dropout):
+    def block(h):
+        return draw(h.exp(), 0.5).sin()
+
+    def run(x):
+        for _ in range(3):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    return run
+
+
+def uses(gm):
+    return [str(node.target) for node in gm.graph.nodes]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The partitions that are made."""
+    made = []
+    original = compiler.partition_for
+    monkeypatch.setattr(compiler, "partition_for", lambda *args: made.append(original(*args)) or made[-1])
+    return made
+
+
+def test_inductor_computes_a_checkpoints_numbers_from_seeds(parts):
+    call = aot.function(layers(), backend="inductor")
+    x = tensor(6, 8, grad=True)
+    call(x).sum().backward()
+    forward, backward = uses(parts[0].forward), uses(parts[0].backwards[0].gm)
+    assert forward.count("prims.inductor_seed.default") == 3
+    assert backward.count("prims.inductor_random.default") == 3
+    assert not {"run_and_save_rng_state", "run_with_rng_state"} & {*forward, *backward}
+
+
+@pytest.mark.filterwarnings("ignore:a graph was interpreted")
+@pytest.mark.parametrize("broken", ["forward", "backward", "both"])
+def test_both_halves_draw_the_same_numbers_whichever_is_interpreted(broken, monkeypatch):
+    """The gradient of `dropout(exp(x))` is its result; a mask that differs would show."""
+    compile_graph, is_on = registry.compile_graph, []
+
+    def sometimes(gm, inputs, **half):
+        code = compile_graph(gm, inputs, **half)
+        which = "backward" if half["is_backward"] else "forward"
+
+        def run(args):
+            if is_on and broken in (which, "both"):
+                raise RuntimeError("no")
+            return code(args)
+
+        run._boxed_call = True
+        return run
+
+    monkeypatch.setattr(registry, "compile_graph", sometimes)
+    call = aot.function(
+        lambda x: checkpoint(lambda h: functional.dropout(h.exp(), 0.5), x, use_reentrant=False)
+    )
+    x = tensor(6, 8, grad=True)
+    for _ in range(3):
+        out = call(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, out)
+        is_on.append(True)
+
+
+def test_two_calls_and_two_draws_have_numbers_of_their_own():
+    call = aot.function(lambda x: torch.stack([layers()(x), layers()(x)]))
+    x = tensor(64, 8, grad=True)
+    first, second = call(x), call(x)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    grads = [torch.autograd.grad(out.sum(), x)[0] for out in (second, first)]  # in the other order
+    assert not torch.equal(*grads)
+
+
+def test_seeds_serve_sizes_that_change():
+    call = aot.function(
+        lambda x: checkpoint(lambda h: functional.dropout(h.exp(), 0.5), x, use_reentrant=False), dynamic=True
+    )
+    for rows in (6, 9):
+        x = tensor(rows, 8, grad=True)
+        out = call(x)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], out)
+
+
+def test_a_seed_makes_compiled_checkpoints_repeat():
+    call = aot.function(layers())
+    x = tensor(64, 8, grad=True)
+    call(x)
+    runs = [drawn(lambda x: torch.autograd.grad(call(x).sum(), x)[0], x) for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("draw", [
+    lambda h, p: h + torch.randn_like(h),
+    lambda h, p: h * torch.rand(h.shape, dtype=torch.float64).to(h.dtype),
+    lambda h, p: h * torch.randint(2, h.shape),
+], ids=["randn", "float64", "randint"])  # fmt: skip
+def test_what_is_drawn_otherwise_is_drawn_again_alike(draw):
+    """`exp(a)` has the derivative `exp(a) * da/dx`, and the backward computes the draw in both again."""
+    call = aot.function(lambda x: checkpoint(lambda h: draw(h, 0.5).exp(), x, use_reentrant=False))
+    x = tensor(6, 8, grad=True)
+    out = call(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    adds = bool(draw(torch.zeros(6, 8), 0.5).any())
+    torch.testing.assert_close(grad, out if adds else out * out.log() / x)
 
 
 def test_a_code_generator_gets_a_dropout_in_one_piece():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from threading import Event, current_thread
 from types import SimpleNamespace
@@ -21,9 +22,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrograd
-from retrograd.backends.inductor import compile_graph, get_ready, with_joint_passes
+from retrograd import aot
+from retrograd.backends.inductor import compile_graph, decompositions, get_ready, with_joint_passes
 from retrograd.backends.inductor.compile import _probe_processor
 from unit.retrograd.engine.forks import answer_of_a_child
 
@@ -345,3 +348,81 @@ def test_a_sum_over_tiles_writes_no_further_than_its_rows() -> None:
     x = torch.randn(1, 8, 66, 66).contiguous(memory_format=torch.channels_last)
     found = retrograd.compile(_sum_of_a_transposed_and_padded, backend="inductor")(x)
     torch.testing.assert_close(found, _sum_of_a_transposed_and_padded(x))
+
+
+UPSAMPLED = [
+    ("linear", (2, 3, 7), {"size": 20}),
+    ("linear", (2, 3, 20), {"size": 7}),
+    ("linear", (2, 3, 8), {"scale_factor": 1.7}),
+    ("bilinear", (2, 3, 7, 5), {"size": (20, 11)}),
+    ("bilinear", (2, 3, 8, 6), {"scale_factor": (1.7, 0.6)}),
+    ("bilinear", (2, 3, 8, 6), {"scale_factor": 2.0, "recompute_scale_factor": True}),
+    ("bilinear", (2, 3, 1, 1), {"size": (4, 3)}),
+    ("bilinear", (2, 3, 7, 5), {"size": (1, 1)}),
+    ("trilinear", (1, 2, 3, 4, 5), {"size": (6, 5, 9)}),
+]
+
+
+class Decomposed(TorchDispatchMode):
+    """Calls the decompositions that Inductor gets, where they are ours or torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.used = decompositions(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "upsample" in str(func):
+            result = self.table[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                self.used.add(str(func))
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "shape", "to"), UPSAMPLED, ids=str)
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_linear_interpolation_is_decomposed_forward_and_backward(mode, shape, to, corners, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    for layout in (torch.contiguous_format, torch.channels_last)[: 2 if x.dim() == 4 else 1]:
+        found = []
+        for mode_of_torch, given in (
+            (nullcontext(), x.double()),
+            (nullcontext(), x.clone()),
+            (Decomposed(), x.clone()),
+        ):
+            given = given.contiguous(memory_format=layout).requires_grad_()
+            with mode_of_torch:
+                out = torch.nn.functional.interpolate(given, mode=mode, align_corners=corners, **to)
+                (grad,) = torch.autograd.grad(out.sin().sum(), given)
+            found.append((out.detach(), grad))
+        assert len(mode_of_torch.used) == (1 if to.get("size") == (1, 1) else 2)
+        for exact, expected, ours in zip(*found, strict=True):
+            assert ours.stride() == expected.stride()
+            bound = max((expected - exact).abs().max(), torch.finfo(dtype).eps * exact.abs().max())
+            assert (ours - exact).abs().max() <= 8 * bound
+
+
+def test_generated_code_interpolates_without_calling_a_kernel_of_torch():
+    x = torch.randn(1, 2, 4, 4, requires_grad=True)
+
+    def double(x):
+        return torch.nn.functional.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+    state = aot.create_state(double, (x,), decompositions=decompositions())
+    assert "upsample" not in aot.capture(state).print_readable()
+    (grad,) = torch.autograd.grad(aot.function(double, strict=True)(x).sin().sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(double(x).sin().sum(), x)[0])
+
+
+def test_where_matrix_products_may_round_interpolation_keeps_its_kernel():
+    table = decompositions()
+    backward = table[torch.ops.aten.upsample_linear1d_backward.default]
+    grad = torch.ones(1, 1, 6)
+    assert backward(grad, [6], [1, 1, 3], False).tolist() == [[[2.0, 2.0, 2.0]]]
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert backward(grad, [6], [1, 1, 3], False) is NotImplemented
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrograd.repeats.borders import aten_border_costs, border_costs
-from retrograd.repeats.divide import Repeat, find_repeats
+from retrograd.repeats.divide import Repeat, cut_at, find_repeats
 
-prims = torch.ops.prims
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def found(text: Sequence[object], least: int = 6, costs: list[float | None] | None = None) -> list[Repeat]:
@@ -141,3 +142,17 @@ def test_results_of_one_kernel_are_in_memory() -> None:
     costs = costs_behind(both, torch.ones(8, 8))
     assert costs["topk"] is None
     assert costs["getitem_1"] == 8 * 2 * 4 + 8 * 2 * 8
+
+
+def test_a_cut_leaves_the_elements_of_nested_tuples_with_their_call() -> None:
+    """`run_and_save_rng_state` of a call with several results makes a state and a tuple."""
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        state, (out, mask) = run_and_save_rng_state(aten.native_dropout.default, x, 0.5, True)
+        return ((x + 1) * out * mask * state.numel(),)
+
+    graph = make_fx(drop, tracing_mode="fake")(torch.ones(4, 8)).graph
+    (drawn,) = graph.find_nodes(op="call_function", target=run_and_save_rng_state)
+    parts = cut_at(graph, None, {drawn})
+    assert drawn in parts[0].calls
+    assert all(isinstance(node.meta["val"], torch.Tensor) for part in parts for node in part.outputs)

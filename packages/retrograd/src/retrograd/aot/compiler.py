@@ -20,14 +20,14 @@ from torch import fx
 from retrograd.aot.joint_capture import JointGraph, capture_divided
 from retrograd.aot.modules import FlatCall
 from retrograd.aot.partition_cache import KeptPartition, kept_partition
-from retrograd.aot.partitioner import partition
+from retrograd.aot.partitioner import partition_for
 from retrograd.aot.reinplacing import writing_ahead
 from retrograd.aot.repeated import GraphCall, capture_graph
 from retrograd.aot.run.call import CompiledFunction
 from retrograd.aot.run.lowering import begin_in_processes
 from retrograd.aot.run.recording import lower_half
 from retrograd.aot.run.region import RegionCode
-from retrograd.backends.base import GraphKind
+from retrograd.backends.base import Backend, GraphKind
 from retrograd.backends.registry import find_backend
 from retrograd.config import SWITCH, Config, check, checked
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
@@ -255,7 +255,9 @@ def run_stages(  # noqa: PLR0913 - all stages together need these
         is_large = graph is not None and len(graph.graph.nodes) >= WORTH_PROCESSES
         backend.prepare(in_process=is_large and kept is not None)
         with report.compiling(f"capturing {state.name}"):
-            parts = partition(_captured(state, config, split_at_leaf_grads, first), config.partitioner)
+            joint = _captured(state, config, split_at_leaf_grads, first)
+            whole = backend if config.backward is None else Backend()  # of both halves
+            parts = partition_for(whole, joint, config.partitioner)
             parts = writing_ahead(parts) if backend.takes_writes else parts
     with report.compiling(f"compiling {state.name}"):
         code = compile_with(parts, config, report, lazy, None if is_known else kept)

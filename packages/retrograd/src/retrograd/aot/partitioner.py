@@ -29,6 +29,7 @@ from retrograd.aot.extraction import (
     read_by_backward,
 )
 from retrograd.aot.save_policy import choose_saved
+from retrograd.backends.base import Backend
 from retrograd.config import ALLOWED, Policy, checked
 from retrograd.errors import VerificationError
 from retrograd.graph.fx import (
@@ -37,7 +38,6 @@ from retrograd.graph.fx import (
     copied_module,
     draws_random_numbers,
     has_effect,
-    insert_replay,
     is_mutating,
     lazy_graph,
 )
@@ -61,12 +61,17 @@ def partition(joint: JointValues, policy: Policy = "min_cut") -> Partition:
     Raises:
         VerificationError: a backward would read a value that is not saved, or an effect would happen twice.
     """
+    return partition_for(Backend(), joint, policy)
+
+
+def partition_for(backend: Backend, joint: JointValues, policy: Policy) -> Partition:
+    """Like `partition`, for halves that `backend` compiles, which may have random numbers of its own."""
     copy = replace(joint, gm=copied_module(joint.gm))  # We change the copy.
     memory = Memory(copy.gm, copy.signature)
     chosen = choose_saved(copy, memory, policy)
     copies = frozenset(node for node in chosen if policy == "min_cut" and memory.is_forbidden(node))
     reread = frozenset(filter(memory.is_reread, () if policy == "recompute_all" else memory.primals))
-    result = _Division(copy, memory, chosen, copies, reread).partition()
+    result = _Division(copy, memory, chosen, copies, reread, backend).partition()
     unread = overwritten_unread(joint) if joint.updates and joint.signature.regions else ()
     let_go = released(joint, result.saved, result.backwards)
     return replace(result, joint=joint, overwritten=frozenset(unread), released=let_go)
@@ -79,6 +84,7 @@ class _Division:
     chosen: set[fx.Node]
     copies: frozenset[fx.Node]
     reread: frozenset[fx.Node]
+    backend: Backend
     instead: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sizes: dict[tuple[int, int], fx.Node] = field(default_factory=dict)
 
@@ -152,13 +158,13 @@ class _Division:
         return size
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
-        """Make the backward redraw random numbers from the generator state that the forward used."""
+        """Make the backward compute the random numbers that the forward drew."""
         recomputed = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
         for node in list(self.joint.gm.graph.nodes):
             if node in recomputed and draws_random_numbers(node) and not is_backward(node):
-                state, value, copy = insert_replay(self.joint.gm.graph, node)
-                self.instead[value] = copy
-                self.chosen.add(state)
+                kept, value, again = self.backend.draw_again(self.joint.gm.graph, node)
+                self.instead[value] = again
+                self.chosen.add(kept)
         if self.instead:
             self.memory = Memory(self.joint.gm, self.joint.signature)
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from retrograd.graph.emit import Boxed as Boxed
 from retrograd.graph.lazy import LazyGraph
+from retrograd.graph.redraws import draw_from_state
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ class Backend:
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply while tracing."""
         return {}
+
+    def draw_again(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Replace a random call in the forward of a joint graph, because the backward needs its numbers.
+
+        Returns:
+            What the forward saves, the value that replaces `node`, and a call with the same value for the
+            backward.
+        """
+        return draw_from_state(graph, node)
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         """A backend for subgraphs of `graph` that inherits whole-graph decisions, such as memory format."""

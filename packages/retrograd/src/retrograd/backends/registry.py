@@ -18,13 +18,16 @@ from retrograd.backends.inductor import (
     chooses_layouts,
     compile_graph,
     decompositions,
+    draw_from_seed,
     get_ready,
+    numbers_of_seed,
     patched,
 )
 from retrograd.errors import BackendError, OptionError, name_of
 from retrograd.graph.fx import boxed, copied, fill_in_place, lazy_graph_module
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph
+from retrograd.graph.redraws import is_seeded
 
 
 class AtenBackend(Backend):
@@ -37,6 +40,8 @@ class AtenBackend(Backend):
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
         graph = copied(gm.graph)
         fill_in_place(graph)
+        for node in filter(is_seeded, graph.nodes):
+            node.target = numbers_of_seed
         return boxed(lazy_graph_module(gm, graph))
 
 
@@ -76,6 +81,10 @@ class InductorBackend(Backend):
 
     def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         return processes.begin(gm, example_inputs, half, self.settings)
+
+    def draw_again(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        with patched(self.settings):
+            return draw_from_seed(graph, node) or super().draw_again(graph, node)
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         with patched(self.settings):

@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import getitem
 from typing import Any, TypeGuard
 
 import torch
@@ -92,42 +91,6 @@ def fill_in_place(graph: fx.Graph) -> None:
             node.target, node.args = filled_in_place, (operator, *node.args)
 
 
-def insert_replay(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Replace a random call by one that also saves the generator's state.
-
-    Returns:
-        The state, the value that replaces `node`, and a call that draws the same value again.
-    """
-    draw: tuple[Any, ...] = (node.target, *node.args)
-    with graph.inserting_before(node):
-        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
-        state = graph.call_function(getitem, (both, 0))
-        value = graph.call_function(getitem, (both, 1))
-        redrawn = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
-    for made in (both, value, redrawn):
-        made.meta = dict(node.meta)
-    value.name, redrawn.name = f"{node.name}_drawn", f"{node.name}_again"
-    state.meta["val"] = _fake_state(node)
-    node.replace_all_uses_with(value)
-    graph.erase_node(node)
-    return state, value, redrawn
-
-
-def redraws(graph: fx.Graph) -> bool:
-    """True if the graph draws random numbers from a saved generator state."""
-    return any(node.target is run_with_rng_state for node in graph.nodes)
-
-
-def _fake_state(node: fx.Node) -> torch.Tensor:
-    """A fake of the state of the generator from which a call draws."""
-    value = _first(node.meta["val"])
-    with real_tensors():
-        cuda = value.device.type == "cuda" and torch.cuda.is_available()
-        size = (torch.cuda.get_rng_state() if cuda else torch.random.get_rng_state()).numel()
-    with value.fake_mode:
-        return torch.empty(size, dtype=torch.uint8)
-
-
 def is_higher_order(target: Any) -> bool:
     """True if the target is an operator that takes graphs or operators."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -187,7 +150,7 @@ def only_draws(node: fx.Node) -> bool:
 
 def random_devices(graph: fx.Graph) -> tuple[torch.device, ...]:
     """The devices from whose generators calls in `graph` draw."""
-    return tuple({_first(node.meta["val"]).device: None for node in filter(only_draws, graph.nodes)})
+    return tuple({first_tensor(node.meta["val"]).device: None for node in filter(only_draws, graph.nodes)})
 
 
 def lazy_graph(gm: fx.GraphModule, inputs: Sequence[Any] | None = None) -> LazyGraph:
@@ -212,7 +175,7 @@ def _summary_of(gm: fx.GraphModule, inputs: Sequence[Any] | None) -> Summary:
     )
 
 
-def _first(value: Any) -> Any:
+def first_tensor(value: Any) -> Any:
     """The first tensor in an example value."""
     while isinstance(value, (tuple, list)):
         value = value[0]

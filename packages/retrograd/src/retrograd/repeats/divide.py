@@ -157,13 +157,20 @@ def cut_at(graph: fx.Graph, visible: int | None, separate: Collection[fx.Node]) 
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        # A getitem stays in the part of the call that made the tuple: only tensors can cross a border.
-        makes = [user for user in node.users if user.target is operator.getitem]
-        for one in (node, *makes):
+        for one in _with_elements(node):
             calls.setdefault(one, node in separate)
     known = {node: tokenised(node) for node in calls}
     runs = [list(group) for _, group in itertools.groupby(calls, key=calls.__getitem__)]
     return outlines(runs, known, _results(graph, visible))
+
+
+def _with_elements(node: fx.Node) -> Iterator[fx.Node]:
+    """A call, and the elements of the tuple that it makes, also of tuples in it. They stay in one part,
+    because only tensors can cross a border."""
+    yield node
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from _with_elements(user)
 
 
 def _cut(calls: Sequence[fx.Node], repeats: Sequence[Repeat]) -> list[Sequence[fx.Node]]:

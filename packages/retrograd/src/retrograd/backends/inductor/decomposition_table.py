@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._decomp.decompositions import ldexp
+from torch._prims_common import suggest_memory_format
 
 from retrograd.facts import answers
 
@@ -24,8 +27,16 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     aten, table = torch.ops.aten, select_decomp_table()
     pools = aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default
+    linear = "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"
     return {
         **table,
+        **{
+            (one := getattr(aten, name).default): functools.partial(
+                _linear_upsample, decomposition_table[one]
+            )
+            for name in linear
+        },
+        **{getattr(aten, f"{name}_backward").default: _linear_upsample_backward for name in linear},
         **{pool: functools.partial(_avg_pool_backward, pool, table.get(pool)) for pool in pools},
         aten.bernoulli.p: functools.partial(_bernoulli, table.get(aten.bernoulli.p)),
         aten.ldexp.Tensor: _ldexp,
@@ -62,6 +73,53 @@ def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: An
     if value.device.type != "cpu":
         return NotImplemented if given is None else given(value, p)
     return torch.native_dropout(torch.ones_like(value), 1 - p, True)[1].to(value.dtype)
+
+
+def _linear_upsample(given: Callable[..., Any], value: torch.Tensor, size: Sequence[int], *rest: Any) -> Any:
+    """Torch's decomposition, which stock applies because it traces above autograd. We trace below. A result of
+    length 1 would get other strides than eager's."""
+    return NotImplemented if 1 in size else given(value, size, *rest)
+
+
+def _linear_upsample_backward(
+    grad: torch.Tensor,
+    _: Sequence[int],
+    size: Sequence[int],
+    align_corners: bool,
+    *scales: float | None,
+) -> Any:
+    """Linear interpolation is a product with one matrix for each dimension, so its gradient is a product with
+    the transposed matrices. Inductor would call eager's kernel, which adds atomically: on a GPU it takes a
+    multiple of the time, and rounds in another order in each run. We leave it that kernel where sizes are
+    symbolic, or matrix products are allowed to round more than it does.
+    """
+    sizes = *size, *grad.shape
+    if not all(type(one) is int for one in sizes) or torch.get_float32_matmul_precision() != "highest":
+        return NotImplemented
+    result = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    for dim, (length, scale) in enumerate(zip_longest(size[2:], scales), 2):
+        weights = _linear_weights(grad.shape[dim], length, align_corners, scale, result)
+        result = torch.tensordot(result, weights, ([dim], [0])).movedim(-1, dim)
+    return result.to(grad.dtype).contiguous(memory_format=suggest_memory_format(grad))
+
+
+def _linear_weights(
+    made: int, given: int, align_corners: bool, scale: float | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The share (made, given) of each given element in each element that linear interpolation makes. Source
+    of the formula: the documentation of ``torch.nn.functional.interpolate``."""
+    where = torch.arange(made, dtype=like.dtype, device=like.device)
+    if align_corners:
+        where = where * ((given - 1) / (made - 1) if made > 1 else 0.0)
+    else:
+        step = 1 / scale if scale else given / made
+        where = ((where + 0.5) * step - 0.5).clamp(min=0)
+    lower = where.floor().clamp(max=given - 1)
+    upper, share = (lower + 1).clamp(max=given - 1), where - lower
+    columns = torch.arange(given, dtype=like.dtype, device=like.device)
+    return torch.where(columns == lower[:, None], 1 - share[:, None], 0) + torch.where(
+        columns == upper[:, None], share[:, None], 0
+    )
 
 
 def _avg_pool_backward(
