@@ -1,80 +1,21 @@
-"""The zoo of speed: ten models as people train them, from the libraries that define them. No downloads.
+"""The zoo of speed: models as people train them, from the libraries that define them. No downloads.
 
-In: a name of `TRAINED` and a device. Out: a model, three batches, and the loss of a batch. On a GPU they have
-published sizes and run under autocast to bfloat16, as trainers run them; on a CPU they are small, with the
-operators of the real thing, in float32.
+In: a name of `TRAINED` and a device. Out: a model, three batches, and the loss of a batch, in the size that
+`training_case` says. The ten here are those that retrograd was tuned on; `untuned_models` has the others.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-BATCHES = 3
-Loss = Callable[[Callable[..., Any], Any], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large a model is on a device."""
-
-    device: str
-
-    @property
-    def is_real(self) -> bool:
-        """Whether it has its published size."""
-        return self.device == "cuda"
-
-    def pick(self, real: Any, small: Any) -> Any:
-        """The one that belongs to this size."""
-        return real if self.is_real else small
-
-    def batches(self, make: Callable[[], Any]) -> list[Any]:
-        """Three batches on the device, each made by `make` on the CPU."""
-        return [_to(self.device, make()) for _ in range(BATCHES)]
-
-
-def _to(device: str, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: value.to(device) for key, value in batch.items()}
-    return tuple([value.to(device) for value in batch])
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What is trained: a model, batches that are used in turn, and the loss of the model on one of them."""
-
-    model: nn.Module
-    batches: list[Any]
-    loss: Loss
-    half: bool = True
-
-    def precision(self, device: str) -> AbstractContextManager[Any]:
-        """The context of forward and loss."""
-        if device == "cuda" and self.half:
-            return torch.autocast("cuda", torch.bfloat16)
-        return nullcontext()
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A row of the zoo: the package that it needs, and how it is built."""
-
-    package: str
-    build: Callable[[Size], Trained]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its package is installed."""
-        return importlib.util.find_spec(self.package) is not None
+from .training_case import SMALL, Size, Trained, TrainedModel, gpt2, images, language
+from .untuned_models import UNTUNED
 
 
 def trained(name: str, device: str) -> Trained:
@@ -88,50 +29,16 @@ def trained(name: str, device: str) -> Trained:
     return made
 
 
-def _own_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
-
-
-def _language(config: str, model: str, sizes: Callable[[Size], dict[str, Any]]) -> TrainedModel:
-    """A language model of transformers that predicts its own tokens: 8 x 512 of them, or 2 x 32."""
-
-    def build(size: Size) -> Trained:
-        library = importlib.import_module("transformers")
-        given = sizes(size) | {"use_cache": False}
-        made = getattr(library, model)(getattr(library, config)(**given))
-        count, shape = made.config.vocab_size, size.pick((8, 512), (2, 32))
-
-        def batch() -> dict[str, torch.Tensor]:
-            tokens = torch.randint(3, count, shape)
-            return {"input_ids": tokens, "labels": tokens.clone()}
-
-        return Trained(made, size.batches(batch), _own_loss)
-
-    return TrainedModel("transformers", build)
-
-
-def _gpt2(size: Size) -> dict[str, Any]:
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 64}
-    return {} if size.is_real else {**small, "bos_token_id": None, "eos_token_id": None}
-
-
-_SMALL = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 128,
-}  # fmt: skip
-
-
 def _llama(size: Size) -> dict[str, Any]:
     real = {
         "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
         "intermediate_size": 2048,
     }  # fmt: skip
-    return size.pick(real, _SMALL) | {"num_key_value_heads": size.pick(4, 2), "pad_token_id": 0}
+    return size.pick(real, SMALL) | {"num_key_value_heads": size.pick(4, 2), "pad_token_id": 0}
 
 
 def _bert(size: Size) -> dict[str, Any]:
-    return {} if size.is_real else dict(_SMALL)
+    return {} if size.is_real else dict(SMALL)
 
 
 def _t5(size: Size) -> dict[str, Any]:
@@ -145,30 +52,9 @@ def _experts(size: Size) -> dict[str, Any]:
         "intermediate_size": 1024, "num_key_value_heads": 4,
     }  # fmt: skip
     experts = size.pick(8, 4)
-    return size.pick(real, _SMALL | {"num_key_value_heads": 2}) | {
+    return size.pick(real, SMALL | {"num_key_value_heads": 2}) | {
         "num_local_experts": experts, "output_router_logits": True, "pad_token_id": 0,
     }  # fmt: skip
-
-
-def _images(package: str, make: Callable[[Size], nn.Module], real: int = 64) -> TrainedModel:
-    """An image classifier on batches of `real` images of 224 x 224, or of 2 of 32 x 32."""
-
-    def build(size: Size) -> Trained:
-        shape = size.pick((real, 3, 224, 224), (2, 3, 32, 32))
-        model = make(size)
-
-        def batch() -> tuple[torch.Tensor, torch.Tensor]:
-            images = torch.randn(shape).to(memory_format=torch.channels_last)
-            return images, torch.randint(10, shape[:1])
-
-        return Trained(model, size.batches(batch), _classify)
-
-    return TrainedModel(package, build)
-
-
-def _classify(model: Any, batch: Any) -> torch.Tensor:
-    images, labels = batch
-    return functional.cross_entropy(model(images), labels)
 
 
 def _resnet50(size: Size) -> nn.Module:
@@ -235,15 +121,17 @@ def _forces(model: Any, batch: Any) -> torch.Tensor:
     return functional.mse_loss(-grad, forces)
 
 
-TRAINED: Mapping[str, TrainedModel] = {
-    "gpt2": _language("GPT2Config", "GPT2LMHeadModel", _gpt2),
-    "llama": _language("LlamaConfig", "LlamaForCausalLM", _llama),
-    "bert": _language("BertConfig", "BertForMaskedLM", _bert),
-    "t5": _language("T5Config", "T5ForConditionalGeneration", _t5),
-    "experts": _language("MixtralConfig", "MixtralForCausalLM", _experts),
-    "resnet50": _images("torchvision", _resnet50),
-    "convnext": _images("timm", _convnext),
-    "vit": _images("timm", _vit),
+#: by name.
+TUNED: Mapping[str, TrainedModel] = {
+    "gpt2": language("GPT2Config", "GPT2LMHeadModel", gpt2),
+    "llama": language("LlamaConfig", "LlamaForCausalLM", _llama),
+    "bert": language("BertConfig", "BertForMaskedLM", _bert),
+    "t5": language("T5Config", "T5ForConditionalGeneration", _t5),
+    "experts": language("MixtralConfig", "MixtralForCausalLM", _experts),
+    "resnet50": images("torchvision", _resnet50),
+    "convnext": images("timm", _convnext),
+    "vit": images("timm", _vit),
     "diffusion": TrainedModel("diffusers", _diffusion),
     "schnet": TrainedModel("torch_geometric", _schnet),
 }
+TRAINED: Mapping[str, TrainedModel] = {**TUNED, **UNTUNED}

@@ -120,6 +120,7 @@ class Training:
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            self._resting = torch.cuda.memory_allocated()
 
     def step(self) -> float:
         """Seconds of one steady step."""
@@ -127,11 +128,12 @@ class Training:
 
     def last(self) -> dict[str, float]:
         """What the steps took besides: "fallbacks", how much, as retrograd's report says, ran as eager runs
-        it or without code; on a GPU "allocated" and "reserved", the peaks of steady steps in bytes, and
-        "kernels", the seconds that the work of a step takes on the device."""
+        it or without code; on a GPU "resting", the bytes allocated between two steps, "allocated" and
+        "reserved", the peaks of steady steps, and "kernels", the seconds that a step's work takes there."""
         otherwise = [*compiled_otherwise(self._subject), *interpreted_segments()]
         found = {"fallbacks": float(len(otherwise))}
         if self._device == "cuda":
+            found["resting"] = float(self._resting)
             found["allocated"] = float(torch.cuda.max_memory_allocated())
             found["reserved"] = float(torch.cuda.max_memory_reserved())
             found["kernels"] = statistics.median(profiled(self.step) for _ in range(3))
