@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,6 @@ import retrograd
 from retrograd import aot
 from retrograd.policy import MOST_PARTS, MOST_UNUSED
 
-ATEN = torch.ops.aten
 WAYS: dict[str, Callable[[Any], Any]] = {
     "staged": lambda fn: aot.module(fn, backend="eager", strict=True),
     "compile": lambda fn: retrograd.compile(fn, backend="eager"),
@@ -31,24 +31,37 @@ def fresh():
     torch._dynamo.reset()
 
 
-class Products(TorchDispatchMode):
-    """Counts products of matrices, and records which results calls with a mask compute."""
+def products(run: Callable[[], Any]) -> tuple[int, Any]:
+    """How many products of matrices `run` computes, and what it returns."""
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        found = run()
+    names = [event.name for event in profile.function_events]
+    return names.count("aten::mm") + names.count("aten::addmm"), found
+
+
+class Masks(TorchDispatchMode):
+    """Records which results calls with a mask compute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.masks = 0, list[Any]()
+        self.seen = list[Any]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func in (ATEN.mm.default, ATEN.addmm.default)
         if any(argument.name == "output_mask" for argument in func._schema.arguments):
-            self.masks.append(list(args[-1]))
+            self.seen.append(list(args[-1]))
         return func(*args, **(kwargs or {}))
 
 
-def products(run: Callable[[], Any]) -> tuple[int, Any]:
-    with Products() as counted:
-        found = run()
-    return counted.count, found
+class Stage(nn.Module):
+    """Four layers, unless another number is given."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = linears(count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
 
 
 def linears(count: int = 4, width: int = 8) -> nn.Sequential:
@@ -72,12 +85,14 @@ def same(ours: Sequence[Tensor | None], eager: Sequence[Tensor | None]) -> None:
 
 
 def zero_bubble(model: Any, net: nn.Module, rows: int = 3, seed: int = 1) -> tuple[list[int], list[Any]]:
-    """Products of both halves, and the gradients, as a zero-bubble schedule makes them."""
+    """Products of the forward and of both halves, and the gradients, as a zero-bubble schedule makes them."""
     x, g = batch(rows, seed=seed)
-    y = model(x)
+    with torch.random.fork_rng():
+        model(x)  # a trace computes products too
+    forward, y = products(lambda: model(x))
     inputs, (_, groups) = products(lambda: stage_backward_input([y], [g], [x], net.parameters()))
     weights, _ = products(lambda: stage_backward_weight(net.parameters(), groups))
-    return [inputs, weights], [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+    return [forward, inputs, weights], [y.detach(), x.grad, *(p.grad for p in net.parameters())]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,7 +101,7 @@ def test_a_zero_bubble_stage_computes_each_product_once(way: str) -> None:
     model = WAYS[way](net)
     for seed in range(3):  # gradients accumulate, as over microbatches
         counts, found = zero_bubble(model, net, seed=seed)
-        assert counts == [4, 4]
+        assert counts == [4, 4, 4]
         same(found, zero_bubble(eager, eager, seed=seed)[1])
 
 
@@ -110,12 +125,13 @@ def test_microbatches_in_flight_have_their_own_values() -> None:
 
 
 def test_the_cotangents_between_blocks_serve_both_halves() -> None:
-    net, eager = linears(), linears()
-    for place in range(0, 8, 2):
-        net[place].compile(backend="retrograd", options={"backend": "eager"})
+    net, eager = nn.Sequential(Stage(2), Stage(2)), nn.Sequential(Stage(2), Stage(2))
+    for block in net:
+        block.compile(backend="retrograd", options={"backend": "eager"})
+    assert "RegionNode" in net(batch()[0]).grad_fn.name()
     for seed in range(2):
         counts, found = zero_bubble(net, net, seed=seed)
-        assert counts == [4, 4]
+        assert counts == [4, 4, 4]
         same(found, zero_bubble(eager, eager, seed=seed)[1])
 
 
@@ -330,13 +346,13 @@ def test_calls_with_a_mask_compute_in_each_half_what_eagers_do() -> None:
         x = torch.randn(2, 2, 7, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
         y = model(x)
         g = torch.ones_like(y)
-        with Products() as counted:
+        with Masks() as first:
             grads = [*torch.autograd.grad(y, x, g, retain_graph=True)]
-            first, counted.masks = counted.masks, []
+        with Masks() as second:
             grads += torch.autograd.grad(y, [*net.parameters()], g)
-        assert first == [[True, False, False]] * 3
+        assert first.seen == [[True, False, False]] * 3
         if model is not net:  # eager computes the gradients of layers in between once more
-            assert counted.masks == [[False, True, True]] * 3
+            assert second.seen == [[False, True, True]] * 3
         seen.append(grads)
     same(*seen)
 
@@ -359,7 +375,7 @@ def test_a_checkpoint_is_recomputed_once() -> None:
             parameter.grad = None
         counts, grads = zero_bubble(model, net)
         found.append([*grads[:2], *(grad.clone() for grad in grads[2:])])
-    assert counts == [4, 2]
+    assert counts == [2, 4, 2]
     same(*found)
 
 
@@ -379,6 +395,24 @@ def test_what_a_checkpoint_reads_may_change_between_the_halves() -> None:
     same(*found)
 
 
+def test_gradients_that_are_subclasses() -> None:
+    w, v = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+
+    def fn(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return torch.mm(torch.mm(x, w).relu(), v)
+
+    found: list[list[Tensor]] = []
+    for called in (fn, aot.function(fn, backend="eager", strict=True)):
+        x = TwoTensor(batch()[0].detach(), batch(seed=2)[0].detach()).requires_grad_()
+        y = called(x, w, v)
+        g = TwoTensor(batch()[1], batch(seed=2)[1])
+        first, grads = products(lambda y=y, x=x, g=g: torch.autograd.grad(y, x, g, retain_graph=True))
+        second, others = products(lambda y=y, g=g: torch.autograd.grad(y, (w, v), g))
+        found.append([part for grad in (*grads, *others) for part in (grad.a, grad.b)])
+    assert (first, second) == (4, 4)
+    same(*found)
+
+
 def test_dropout_has_one_mask_in_both_halves() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     found: list[Any] = []
@@ -387,7 +421,7 @@ def test_dropout_has_one_mask_in_both_halves() -> None:
             parameter.grad = None
         torch.manual_seed(3)
         counts, grads = zero_bubble(model, net)
-        assert counts == [2, 2]
+        assert counts == [2, 2, 2]
         found.append(grads)
     same(*found)
 
@@ -397,7 +431,7 @@ def test_sizes_that_change() -> None:
     model = torch.compile(net, backend="retrograd", options={"backend": "eager"}, dynamic=True)
     for rows in (3, 5, 9):
         counts, found = zero_bubble(model, net, rows)
-        assert counts == [4, 4]
+        assert counts == [4, 4, 4]
         same(found, zero_bubble(eager, eager, rows)[1])
 
 

@@ -105,7 +105,11 @@ class Parts:
 
         def is_shared(node: fx.Node) -> bool:
             is_worth_it = node in computed and (depends[node] or is_recomputed(node))
-            return bool(is_worth_it) and owners[node] == {node} and isinstance(node.meta["val"], torch.Tensor)
+            return (
+                bool(is_worth_it)
+                and owners[node] == {node}
+                and isinstance(node.meta.get("val"), torch.Tensor)
+            )
 
         def computed_from(node: fx.Node) -> list[fx.Node]:
             return [] if is_shared(node) else node.all_input_nodes
