@@ -40,13 +40,13 @@ CALLS_IN_PARTS = 2_000
 #: We begin to compile the whole graph after one tenth of those calls (one in `WHOLE_BEGINS`).
 WHOLE_BEGINS = 10
 
-# parts of backwards
+# backwards that request only some gradients
 
-#: How many parts of one backward graph we compile, for backwards that request only some gradients. A pipeline
-#: needs two. If there would be more, the code of the complete graph runs.
-MOST_PARTS = 8
-#: How often in a row values that one backward shares with a later one may be unread, before we stop sharing.
-MOST_UNUSED = 2
+#: How many pruned graphs of one backward graph we compile. A pipeline needs two. If there would be more, the
+#: code of the complete graph runs.
+MOST_PRUNED = 8
+#: How often in a row carried values may be unread, before we stop carrying them.
+MOST_UNREAD = 2
 
 # failures
 

@@ -22,8 +22,8 @@ from retrograd.aot.modules import hooks_of_all_modules
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
 from retrograd.aot.run.eager_rerun import rerun_region, why_not_rerun
 from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
+from retrograd.aot.run.pruned import CarriedValues, PrunedGraphs, Requested, requested
 from retrograd.aot.run.recording import lower_half, may_replay
-from retrograd.aot.run.requested import FirstHalf, Parts, Requested, requested
 from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, EagerBackend
 from retrograd.config import Config
@@ -34,7 +34,7 @@ from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.fx import copied_module, lazy_graph, reads_memory, redraws
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
-from retrograd.policy import MOST_FAILURES, MOST_PARTS
+from retrograd.policy import MOST_FAILURES, MOST_PRUNED
 from retrograd.process import cached_property
 from retrograd.report import Report, why_failed
 from retrograd.runtime.modes import (
@@ -66,8 +66,8 @@ class _Code:
         has_run: whether it ever ran without an error.
         failures: how often it raised.
         guard: a fast check that the code takes these cotangents unchanged.
-        parts: the parts of the graph.
-        codes: code of parts: by gradients, by the names of their further inputs and of their further results.
+        pruned: the pruned graphs of the graph.
+        codes: code of pruned graphs: by gradients, by names of further inputs, and of further results.
     """
 
     graph: LazyGraph
@@ -76,7 +76,7 @@ class _Code:
     has_run: bool = False
     failures: int = 0
     guard: InputGuard | None = None
-    parts: Parts | None = None
+    pruned: PrunedGraphs | None = None
     codes: dict[tuple[Requested, tuple[str, ...], tuple[str, ...]], _Code] = field(default_factory=dict)
 
     @cached_property
@@ -84,7 +84,7 @@ class _Code:
         return all(gradient is PLAIN for gradient in self.gradients)
 
     def results(self, values: Sequence[Any]) -> list[Any]:
-        """The gradients, and after them the values that a part shares."""
+        """The gradients, and after them the carried values."""
         if self._gives_all_plain:
             return list(values)
         flat = iter(values)
@@ -185,9 +185,9 @@ class RegionCode:
             is_batch or code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         )
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
-        half: FirstHalf | None = None
+        carried: CarriedValues | None = None
         if wanted is not None and not (is_batch or self._config.cudagraphs):
-            code, half = self._part(code, wanted, ctx, cotangents, args)
+            code, carried = self._pruned(code, wanted, ctx, cotangents, args)
         if self._memory.other_devices and not (code.has_run and may_replay(code.run)):
             self._memory.restore_saved(args, self._made)
         if not code.has_run:
@@ -200,36 +200,38 @@ class RegionCode:
             self._give_up(ctx)
             found = self._run(code, args)
         count = len(self.destinations)
-        if half is not None and code.has_run:  # shared values have the strides that its code gives them
-            ctx.first_half = half
-            half.values += found[count:]
+        if carried is not None and code.has_run:  # the strides are those that the code gives
+            ctx.carried = carried
+            carried.values += found[count:]
         return found[:count]
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
-    def _part(
+    def _pruned(
         self, code: _Code, wanted: Requested, ctx: Any, cotangents: Sequence[Any], args: list[Any]
-    ) -> tuple[_Code, FirstHalf | None]:
-        """Code for the gradients that are `wanted`, and where to leave what it shares. Adds to the arguments
-        what an earlier backward has shared."""
-        code.parts = parts = code.parts or Parts(code.graph, len(self._backward.saved), self._counts)
-        if not parts.can_be_divided:
+    ) -> tuple[_Code, CarriedValues | None]:
+        """Code for the gradients that are `wanted`, and what shall hold the values that it carries. Adds to
+        the arguments the values that an earlier backward has carried."""
+        code.pruned = graphs = code.pruned or PrunedGraphs(
+            code.graph, len(self._backward.saved), self._counts
+        )
+        gradients = [one if flag else None for one, flag in zip(code.gradients, wanted, strict=True)]
+        if not graphs.can_be_pruned or not any(gradients):
             return code, None
-        before = ctx.first_half
-        # values without a version check: the user may change them, and shared values would be out of date
+        before = ctx.carried
+        # values without a version check: the user may change them, and carried values would be out of date
         watched = [*cotangents, *(value for value in ctx.numbers if isinstance(value, torch.Tensor))]
-        taken = None if before is None else before.take(parts, wanted, cotangents, watched)
+        taken = None if before is None else before.take(graphs, wanted, cotangents, watched)
         given = () if taken is None else before.names
-        shares = graph_is_kept() and taken is None
-        returned = tuple(parts.shared(wanted)) if shares else ()
+        carries = graph_is_kept() and taken is None
+        returned = tuple(graphs.carried(wanted)) if carries else ()
         key = wanted, given, returned
         if key not in code.codes:
-            if len(code.codes) >= MOST_PARTS:
+            if len(code.codes) >= MOST_PRUNED:
                 return code, None
-            gradients = [one if flag else None for one, flag in zip(code.gradients, wanted, strict=True)]
-            code.codes[key] = _Code(parts.part(*key), gradients)
+            code.codes[key] = _Code(graphs.pruned(*key), gradients)
         args += taken or ()
-        half = FirstHalf(parts, wanted, returned, cotangents, watched) if returned else None
-        return code.codes[key], half
+        carried = CarriedValues(graphs, wanted, returned, cotangents, watched) if returned else None
+        return code.codes[key], carried
 
     @cached_property
     def _batch_code(self) -> _Code | None:
@@ -394,7 +396,7 @@ class RegionCode:
         repeatedly."""
         if self._saves and not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
-            ctx.replay_record = ctx.first_half = None
+            ctx.replay_record = ctx.carried = None
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _as_eager(

@@ -1,23 +1,24 @@
 """Computes only the gradients that a backward requests.
 
-In: the backward graph of a region, and which of its gradients are requested. Out: *parts*: graphs without the
-calls that only other gradients need.
+In: the backward graph of a region, and which of its gradients are requested. Out: *pruned* graphs, without
+the calls that only other gradients need.
 
 ``autograd.grad`` and ``backward(inputs=...)`` request some of the gradients. The zero-bubble schedules of
 torch's pipelines make two such requests after one forward: first the inputs' gradients, with a retained
 graph, later the weights' gradients, for the same cotangents. In eager nothing is computed twice, because
 torch stores the cotangents of eager's nodes in between. A region is a single node, so we store them:
 
-- The part that runs first also returns *shared* values: those that it computes and other gradients need. They
-  depend on a cotangent, or a checkpoint recomputes them. Any other value that both parts read is recomputed,
-  as the partition has chosen: storing it would take more memory than eager does.
-- A `FirstHalf` on the node's context holds the shared values. A later part reads them if its cotangents are
-  the same tensors, unchanged, and so is what a checkpoint reads. Otherwise it computes everything itself.
-- Shared values are dropped when they are read, when the graph is released, and when a cotangent is freed. If
-  nothing reads them, as in a program that computes a Jacobian row by row, we soon stop returning them.
+- The graph that runs first also returns *carried* values: those that it computes and other gradients need.
+  They depend on a cotangent, or a checkpoint recomputes them. Any other value that both graphs read is
+  recomputed, as the partition has chosen: storing it would take more memory than eager does.
+- A `CarriedValues` on the node's context holds them. A later graph reads them if its cotangents are the same
+  tensors, unchanged, and so is what a checkpoint reads. Otherwise it computes everything itself.
+- Carried values are dropped when they are read, when the autograd graph is released, and when a cotangent is
+  freed. If nothing reads them, as in a program that computes a Jacobian row by row, we soon stop returning
+  them.
 
-A graph with effects is never divided. In a graph with collectives no values are shared, because all ranks
-must start the same collectives.
+A graph with effects is never pruned. A graph with collectives carries nothing, because all ranks must start
+the same collectives.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from retrograd.graph.fx import (
 from retrograd.graph.joint import output_values
 from retrograd.graph.lazy import LazyGraph
 from retrograd.graph.reach import bits_reaching, reached
-from retrograd.policy import MOST_UNUSED
+from retrograd.policy import MOST_UNREAD
 from retrograd.process import cached_property
 
 #: for each gradient of a region, whether it is requested.
@@ -61,8 +62,8 @@ def requested(ctx: Any) -> Requested | None:
     return None if all(wanted) else wanted
 
 
-class Parts:
-    """The parts of one backward graph.
+class PrunedGraphs:
+    """The pruned graphs of one backward graph.
 
     Args:
         graph: the complete graph.
@@ -72,30 +73,30 @@ class Parts:
 
     def __init__(self, graph: LazyGraph, saved: int, counts: Sequence[int]) -> None:
         self._graph, self._saved, self._counts = graph, saved, counts
-        self._shared: dict[Requested, list[fx.Node]] = {}
-        #: how often in a row nobody read the values that the part for these gradients shared.
-        self.unused = Counter[Requested]()
+        self._carried: dict[Requested, list[fx.Node]] = {}
+        #: how often in a row nothing read what the graph for these gradients carried.
+        self.unread = Counter[Requested]()
 
     @cached_property
-    def can_be_divided(self) -> bool:
+    def can_be_pruned(self) -> bool:
         """Whether we may leave out calls whose values are not needed."""
         graph = self._graph.gm.graph
         is_known = sum(self._counts) == len(output_values(graph))  # a subclass's sizes may be outputs too
         return is_known and not any(has_effect(node) or depends_on_data(node) for node in graph.nodes)
 
     @cached_property
-    def _can_share(self) -> bool:
+    def _can_carry(self) -> bool:
         return not any(map(is_collective, self._graph.gm.graph.nodes))
 
-    def shared(self, first: Requested) -> Sequence[str]:
-        """The names of the values that the part for `first` should return for the other gradients."""
-        if not self._can_share or self.unused[first] >= MOST_UNUSED:
+    def carried(self, first: Requested) -> Sequence[str]:
+        """The names of the values that the graph for `first` should return for the other gradients."""
+        if not self._can_carry or self.unread[first] >= MOST_UNREAD:
             return ()
-        if first not in self._shared:
-            self._shared[first] = self._find_shared(first)
-        return [node.name for node in self._shared[first]]
+        if first not in self._carried:
+            self._carried[first] = self._find_carried(first)
+        return [node.name for node in self._carried[first]]
 
-    def _find_shared(self, first: Requested) -> list[fx.Node]:
+    def _find_carried(self, first: Requested) -> list[fx.Node]:
         graph = self._graph.gm.graph
         inputs = graph.find_nodes(op="placeholder")
         computed = needed_between(inputs, self._outputs(first))
@@ -103,33 +104,31 @@ class Parts:
         depends = bits_reaching(graph, dict.fromkeys(inputs[self._saved :], 1))
         owners = memory_owners(graph.nodes)
 
-        def is_shared(node: fx.Node) -> bool:
-            is_worth_it = node in computed and (depends[node] or is_recomputed(node))
-            return (
-                bool(is_worth_it)
-                and owners[node] == {node}
-                and isinstance(node.meta.get("val"), torch.Tensor)
-            )
+        def is_carried(node: fx.Node) -> bool:
+            if node not in computed or owners[node] != {node}:
+                return False
+            is_worth_it = bool(depends[node]) or is_recomputed(node)
+            return is_worth_it and isinstance(node.meta.get("val"), torch.Tensor)
 
         def computed_from(node: fx.Node) -> list[fx.Node]:
-            return [] if is_shared(node) else node.all_input_nodes
+            return [] if is_carried(node) else node.all_input_nodes
 
         others = self._outputs(tuple(not wanted for wanted in first))
         read = reached((value for value in others if isinstance(value, fx.Node)), computed_from)
-        return [node for node in graph.nodes if node in read and is_shared(node)]
+        return [node for node in graph.nodes if node in read and is_carried(node)]
 
-    def part(self, wanted: Requested, given: Sequence[str], returned: Sequence[str]) -> LazyGraph:
+    def pruned(self, wanted: Requested, given: Sequence[str], returned: Sequence[str]) -> LazyGraph:
         """The graph that computes the gradients `wanted`.
 
         Args:
             wanted: the gradients.
-            given: names of shared values, which become inputs after those of the complete graph.
-            returned: names of shared values, which become results after the gradients.
+            given: names of carried values, which become inputs after those of the complete graph.
+            returned: names of carried values, which become results after the gradients.
         """
         gm, values = self._graph.gm, {node.name: node for node in self._graph.gm.graph.nodes}
         inputs, gradients = gm.graph.find_nodes(op="placeholder"), self._outputs(wanted)
         known, own = ([values[name] for name in names] for names in (given, returned))
-        made = extract(gm, [*inputs, *known], [*gradients, *own], f"{type(gm).__name__}_part")
+        made = extract(gm, [*inputs, *known], [*gradients, *own], "backward_pruned")
         _narrow_masks(made.graph)
         owners = memory_owners(gm.graph.nodes)
         taken = {owner for value in gradients if isinstance(value, fx.Node) for owner in owners[value]}
@@ -151,45 +150,45 @@ class Parts:
 Cotangents = Sequence[torch.Tensor | None]
 
 
-class FirstHalf:
-    """The shared values of one call, which a later backward of the same node may read.
+class CarriedValues:
+    """The carried values of one call, which a later backward of the same node may read.
 
     Args:
-        parts, wanted: the part that returns them.
+        graphs, wanted: the graph that returns them.
         names: of the values.
         cotangents: those of the first backward.
         watched: the cotangents, and other tensors; the values are not used if one of these has changed.
 
     Attributes:
-        values: empty before the part has run, and when the values are no longer needed.
+        values: empty before the graph has run, and when the values are no longer needed.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        graphs: PrunedGraphs,
         wanted: Requested,
         names: Sequence[str],
         cotangents: Cotangents,
         watched: Cotangents,
     ) -> None:
         self.names, self.values, self._is_read = tuple(names), list[Any](), False
-        self._parts, self._wanted = parts, wanted
+        self._graphs, self._wanted = graphs, wanted
         forget = partial(_clear, self.values)  # a method would make a reference cycle
         self._cotangents = [None if c is None else weakref.ref(c, forget) for c in cotangents]
         self._versions = _versions(watched)
 
     def __del__(self) -> None:
         if not self._is_read:
-            self._parts.unused[self._wanted] += 1
+            self._graphs.unread[self._wanted] += 1
 
     def take(
-        self, parts: Parts, wanted: Requested, cotangents: Cotangents, watched: Cotangents
+        self, graphs: PrunedGraphs, wanted: Requested, cotangents: Cotangents, watched: Cotangents
     ) -> Sequence[Any] | None:
         """The values, if the gradients `wanted` for these cotangents can be computed from them; else None."""
         before = [None if cotangent is None else cotangent() for cotangent in self._cotangents]
         if (
             not self.values
-            or parts is not self._parts
+            or graphs is not self._graphs
             or any(map(operator.and_, wanted, self._wanted))
             or any(map(operator.is_not, before, cotangents))
             or self._versions is None
@@ -198,7 +197,7 @@ class FirstHalf:
             return None
         self._is_read, values = True, [*self.values]
         self.values.clear()
-        parts.unused[self._wanted] = 0
+        graphs.unread[self._wanted] = 0
         return values
 
 

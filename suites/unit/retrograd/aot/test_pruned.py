@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograd
 from retrograd import aot
-from retrograd.policy import MOST_PARTS, MOST_UNUSED
+from retrograd.policy import MOST_PRUNED, MOST_UNREAD
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "staged": lambda fn: aot.module(fn, backend="eager", strict=True),
@@ -135,7 +135,7 @@ def test_the_cotangents_between_blocks_serve_both_halves() -> None:
         same(found, zero_bubble(eager, eager, seed=seed)[1])
 
 
-def test_live_backwards_share_too() -> None:
+def test_live_backwards_carry_values_too() -> None:
     net, eager = linears(), linears()
     model = WAYS["compile"](net)
     for seed in range(3):
@@ -213,7 +213,7 @@ def changed(g: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "between", [lambda g, x: g.clone(), lambda g, x: g * 3, changed, lambda g, x: g.t().clone().t()]
 )
-def test_other_cotangents_share_nothing(between: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_nothing_is_carried_to_other_cotangents(between: Callable[[Tensor, Tensor], Tensor]) -> None:
     net = linears()
     model = WAYS["staged"](net)
     for _ in range(2):
@@ -435,7 +435,7 @@ def test_sizes_that_change() -> None:
         same(found, zero_bubble(eager, eager, rows)[1])
 
 
-def test_a_backward_with_an_effect_is_not_divided() -> None:
+def test_a_backward_with_an_effect_is_not_pruned() -> None:
     class Noisy(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -463,12 +463,35 @@ def test_a_backward_with_an_effect_is_not_divided() -> None:
     same(*found)
 
 
+class IgnoresWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2, None
+
+
+def test_a_request_for_an_undefined_gradient() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out: Tensor = IgnoresWeight.apply(x, w)
+        return out
+
+    compiled, w = aot.function(fn, backend="eager", strict=True), torch.ones(8, requires_grad=True)
+    for called in (fn, compiled):
+        x, g = batch()
+        y = called(x, w)
+        assert torch.autograd.grad(y, w, g, retain_graph=True, allow_unused=True) == (None,)
+        assert torch.equal(torch.autograd.grad(y, x, g)[0], g * 2)
+
+
 @pytest.mark.parametrize("release", ["cotangent", "graph"])
-def test_shared_values_go_with_the_cotangent_or_the_graph(release: str) -> None:
+def test_carried_values_go_with_the_cotangent_or_the_graph(release: str) -> None:
     x, g = batch()
     y = WAYS["staged"](linears())(x)
     torch.autograd.grad(y, x, g, retain_graph=True)
-    values = [weakref.ref(value) for value in y.grad_fn.first_half.values]
+    values = [weakref.ref(value) for value in y.grad_fn.carried.values]
     assert len(values) == 4
     if release == "cotangent":
         del g
@@ -477,18 +500,18 @@ def test_shared_values_go_with_the_cotangent_or_the_graph(release: str) -> None:
     assert [value() for value in values] == [None] * 4
 
 
-def test_what_nobody_reads_is_soon_not_shared() -> None:
+def test_values_that_nothing_reads_are_soon_not_carried() -> None:
     net = linears()
     y = WAYS["staged"](net)(x := batch()[0])
-    shared = []
-    for row in range(MOST_UNUSED + 2):
+    counts = []
+    for row in range(MOST_UNREAD + 2):
         g = torch.zeros(3, 8)
         g[0, row] = 1
         torch.autograd.grad(y, x, g, retain_graph=True)
-        half = y.grad_fn.first_half
-        shared.append(len(half.values))
-    assert shared[:1] == [4]
-    del half
+        carried = y.grad_fn.carried
+        counts.append(len(carried.values))
+    assert counts[0] == 4
+    del carried
     assert products(lambda: torch.autograd.grad(y, [*net.parameters()], g))[0] == 7
 
 
@@ -501,7 +524,7 @@ def test_more_kinds_of_requests_than_we_compile_run_the_complete_code() -> None:
         ours = torch.autograd.grad(y, parameter, g, retain_graph=True)
         same(ours, torch.autograd.grad(out, parameter, g, retain_graph=True))
     (code,) = y.grad_fn.run._codes.values()
-    assert len(code.codes) == MOST_PARTS
+    assert len(code.codes) == MOST_PRUNED
 
 
 @pytest.mark.parametrize("backend", ["aten", "inductor"])
