@@ -40,6 +40,14 @@ CALLS_IN_PARTS = 2_000
 #: We begin to compile the whole graph after one tenth of those calls (one in `WHOLE_BEGINS`).
 WHOLE_BEGINS = 10
 
+# backwards that request only some gradients
+
+#: How many pruned graphs of one backward graph we compile. A pipeline needs two. If there would be more, the
+#: code of the complete graph runs.
+MOST_PRUNED = 8
+#: How often in a row carried values may be unread, before we stop carrying them.
+MOST_UNREAD = 2
+
 # failures
 
 #: How often code may fail where eager does not, before we give it up.

@@ -301,6 +301,10 @@ class LiveBackward:
         return self.asked_graph if self.request is self.asked else read_live_graph(self.request)
 
     @cached_property
+    def _places(self) -> dict[Any, int]:
+        return {node.handle: i for i, node in enumerate(self.graph.nodes)}
+
+    @cached_property
     def walk(self) -> list[int]:
         """Indices of the graph's nodes, in the order of node calls."""
         return engine_walk(self.graph)
@@ -328,7 +332,7 @@ class LiveBackward:
         Raises:
             RuntimeError: `node` is a leaf's and this is ``autograd.grad``, for which eager does not answer.
         """
-        index = next((i for i, live in enumerate(self.graph.nodes) if node == live.handle), None)
+        index = self._places.get(node)
         if [index] == [root.node for root in self.graph.roots]:
             return False
         is_executed = index is not None and (self.graph.wanted is None or index in self.graph.wanted)

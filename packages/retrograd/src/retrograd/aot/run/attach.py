@@ -34,9 +34,10 @@ FEWEST_TURNS = 6
 class RegionNode(OrderedLeaves):
     """The autograd node of one region.
 
-    Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode) and
-    ``numbers``. The record is released with the saved tensors; ``numbers`` is not. It holds saved values
-    that are not tensors, or all saved values if eager's nodes free nothing.
+    Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode),
+    ``carried`` (values for a later backward, see `aot.run.pruned`) and ``numbers``. The record
+    and the values are released with the saved tensors; ``numbers`` is not. It holds saved values that are
+    not tensors, or all saved values if eager's nodes free nothing.
     """
 
     @staticmethod
@@ -52,7 +53,7 @@ class RegionNode(OrderedLeaves):
     ) -> tuple[torch.Tensor, ...]:
         """Save what the backward needs, and return the values."""
         ctx.run, ctx.numbers, ctx.replay_record, ctx.turns = backward, numbers, replay_record, turns
-        ctx.meeting = None
+        ctx.meeting = ctx.carried = None
         ctx.materialize_grads = False
         ctx.to_save = saved
         return values

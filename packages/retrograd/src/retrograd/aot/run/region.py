@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
 
 from retrograd.aot.droppable import RestoreSaved
 from retrograd.aot.modules import hooks_of_all_modules
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
 from retrograd.aot.run.eager_rerun import rerun_region, why_not_rerun
 from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
+from retrograd.aot.run.pruned import CarriedValues, PrunedGraphs, Requested, requested
 from retrograd.aot.run.recording import lower_half, may_replay
 from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, EagerBackend
@@ -35,7 +35,7 @@ from retrograd.graph.fx import copied_module, lazy_graph, reads_memory
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
 from retrograd.graph.redraws import redraws
-from retrograd.policy import MOST_FAILURES
+from retrograd.policy import MOST_FAILURES, MOST_PRUNED
 from retrograd.process import cached_property
 from retrograd.report import Report, why_failed
 from retrograd.runtime.modes import (
@@ -62,17 +62,35 @@ class _Code:
 
     Attributes:
         graph: the graph from which the code is made.
+        gradients: how to build each gradient from the results; None for one that the code does not compute.
         run: the code; None until it is compiled.
         has_run: whether it ever ran without an error.
         failures: how often it raised.
         guard: a fast check that the code takes these cotangents unchanged.
+        pruned: the pruned graphs of the graph.
+        codes: code of pruned graphs: by gradients, by names of further inputs, and of further results.
     """
 
     graph: LazyGraph
+    gradients: Sequence[SubclassSpec | None]
     run: Boxed | None = None
     has_run: bool = False
     failures: int = 0
     guard: InputGuard | None = None
+    pruned: PrunedGraphs | None = None
+    codes: dict[tuple[Requested, tuple[str, ...], tuple[str, ...]], _Code] = field(default_factory=dict)
+
+    @cached_property
+    def _gives_all_plain(self) -> bool:
+        return all(gradient is PLAIN for gradient in self.gradients)
+
+    def results(self, values: Sequence[Any]) -> list[Any]:
+        """The gradients, and after them the carried values."""
+        if self._gives_all_plain:
+            return list(values)
+        flat = iter(values)
+        gradients = [None if wrapping is None else built(wrapping, flat) for wrapping in self.gradients]
+        return [*gradients, *flat]
 
 
 class RegionCode:
@@ -102,7 +120,6 @@ class RegionCode:
         ]
         self._expected = [ExpectedTangent(partition, number, root) for root in self.roots]
         self._as_traced: Layouts = (None,) * len(self.roots)
-        self._gives_all_plain = all(gradient is PLAIN for gradient in self._gradients)
         self._undefined_matters = region.undefined_matters
         self._has_functions, self._reenters = region.has_functions, joint.reenters
         saved = [partition.saved[i] for i in self._backward.saved]
@@ -115,6 +132,8 @@ class RegionCode:
         self._codes: dict[tuple[Autocast, Layouts], _Code | None] = {}
         self._saves = region.saves or bool(self._tensors or self._backward.checked)
         self._graph = self._backward.graph
+        #: the number of the graph's results that make up each gradient.
+        self._counts = [0 if gradient is None else gradient.count for gradient in self._gradients]
         self._has_effects = self._graph.summary.has_effects_besides_random
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
@@ -124,7 +143,9 @@ class RegionCode:
 
     def compile_ahead(self) -> None:
         """Compile now, for the layouts that the trace predicted."""
-        self._codes[(), self._as_traced] = _Code(self._graph, self._lowered(self._graph, None))
+        self._codes[(), self._as_traced] = _Code(
+            self._graph, self._gradients, self._lowered(self._graph, None)
+        )
 
     def begin_in_processes(self) -> None:
         """Have other processes start on this code, for the layouts that the trace predicted."""
@@ -136,7 +157,9 @@ class RegionCode:
         inside = ctx.meeting.arrived() if ctx.meeting else {}
         by_nodes = inside or torch.is_grad_enabled() or torch.is_anomaly_enabled()
         last = self._last
-        if last is not None and last.guard is not None and not by_nodes and last.guard.check(cotangents):
+        wanted = requested(ctx)
+        is_usual = wanted is None and not by_nodes
+        if is_usual and last is not None and last.guard is not None and last.guard.check(cotangents):
             return self._once_more(last, ctx, cotangents)
         are_undefined = not inside and all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
@@ -163,17 +186,53 @@ class RegionCode:
             is_batch or code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         )
         args = self._arguments(saved, ctx.numbers, cotangents, is_as_traced)
+        carried: CarriedValues | None = None
+        if wanted is not None and not (is_batch or self._config.cudagraphs):
+            code, carried = self._pruned(code, wanted, ctx, cotangents, args)
         if self._memory.other_devices and not (code.has_run and may_replay(code.run)):
             self._memory.restore_saved(args, self._made)
         if not code.has_run:
             del saved
-            return self._first_run(code, ctx, cotangents, args)
-        if is_as_traced and not (autocast or is_batch) and self._may_be_guarded:
-            self._guard(code, cotangents)
-        del saved, cotangents
-        self._give_up(ctx)
-        assert code.run is not None
-        return self._run(code.run, args)
+            found = self._first_run(code, ctx, cotangents, args)
+        else:
+            if is_as_traced and wanted is None and not (autocast or is_batch) and self._may_be_guarded:
+                self._guard(code, cotangents)
+            del saved, cotangents
+            self._give_up(ctx)
+            found = self._run(code, args)
+        count = len(self.destinations)
+        if carried is not None and code.has_run:  # the strides are those that the code gives
+            ctx.carried = carried
+            carried.values += found[count:]
+        return found[:count]
+
+    @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
+    def _pruned(
+        self, code: _Code, wanted: Requested, ctx: Any, cotangents: Sequence[Any], args: list[Any]
+    ) -> tuple[_Code, CarriedValues | None]:
+        """Code for the gradients that are `wanted`, and what shall hold the values that it carries. Adds to
+        the arguments the values that an earlier backward has carried."""
+        code.pruned = graphs = code.pruned or PrunedGraphs(
+            code.graph, len(self._backward.saved), self._counts
+        )
+        gradients = [one if flag else None for one, flag in zip(code.gradients, wanted, strict=True)]
+        if not graphs.can_be_pruned or not any(gradients):
+            return code, None
+        before = ctx.carried
+        # values without a version check: the user may change them, and carried values would be out of date
+        watched = [*cotangents, *(value for value in ctx.numbers if isinstance(value, torch.Tensor))]
+        taken = None if before is None else before.take(graphs, wanted, cotangents, watched)
+        given = () if taken is None else before.names
+        carries = graph_is_kept() and taken is None
+        returned = tuple(graphs.carried(wanted)) if carries else ()
+        key = wanted, given, returned
+        if key not in code.codes:
+            if len(code.codes) >= MOST_PRUNED:
+                return code, None
+            code.codes[key] = _Code(graphs.pruned(*key), gradients)
+        args += taken or ()
+        carried = CarriedValues(graphs, wanted, returned, cotangents, watched) if returned else None
+        return code.codes[key], carried
 
     @cached_property
     def _batch_code(self) -> _Code | None:
@@ -182,7 +241,7 @@ class RegionCode:
         gm = self._graph.gm
         if any(map(reads_memory, gm.graph.nodes)):
             return None
-        return _Code(self._graph, EagerBackend().compile(gm, ()))
+        return _Code(self._graph, self._gradients, EagerBackend().compile(gm, ()))
 
     def can_be_rerun(self, ctx: Any) -> bool:
         """Whether the call that this context belongs to can be re-run."""
@@ -210,7 +269,7 @@ class RegionCode:
         args += cotangents
         self._give_up(ctx)
         assert code.run is not None
-        return self._results(code.run(args))
+        return code.results(code.run(args))
 
     def _layouts(self, cotangents: Sequence[torch.Tensor | None]) -> Layouts:
         """The strides of each cotangent; None if it has the traced layout."""
@@ -226,7 +285,7 @@ class RegionCode:
                     return None
                 own = {r: s for r, s in zip(self.roots, layouts, strict=True) if s is not None}
                 graph = self._retraced(own, autocast)
-            self._codes[key] = None if graph is None else _Code(graph)
+            self._codes[key] = None if graph is None else _Code(graph, self._gradients)
         return self._codes[key]
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
@@ -288,15 +347,15 @@ class RegionCode:
             if not is_ready(code.run):
                 reason = still_compiling(f"the backward of {name}")
                 self._report.fell_back(reason, "a backward ran eagerly")
-                return self._interpreted(code.graph.gm, given)
-            grads = self._run(code.run, args)
+                return self._interpreted(code, given)
+            grads = self._run(code, args)
             code.has_run = True
         except Exception as error:
             if self._config.strict or self._has_effects:
                 raise
             restore_generator_states(generators)
             try:
-                grads = self._interpreted(code.graph.gm, given)
+                grads = self._interpreted(code, given)
             except Exception:
                 grads = self._as_eager(ctx, cotangents)
             code.failures += 1
@@ -307,8 +366,8 @@ class RegionCode:
         self._give_up(ctx)
         return grads
 
-    def _interpreted(self, gm: fx.GraphModule, args: list[Any]) -> list[Any]:
-        return self._run(EagerBackend().compile(gm, ()), args)
+    def _interpreted(self, code: _Code, args: list[Any]) -> list[Any]:
+        return self._run(replace(code, run=EagerBackend().compile(code.graph.gm, ())), args)
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _lowered(self, graph: LazyGraph, args: Sequence[Any] | None) -> Boxed:
@@ -327,23 +386,18 @@ class RegionCode:
             with self._report.compiling(f"compiling a backward of {state.name}"):
                 return lower_half(self._backend, graph, state, half, self._config, values)
 
-    def _run(self, code: Boxed, args: list[Any]) -> list[Any]:
+    def _run(self, code: _Code, args: list[Any]) -> list[Any]:
         """Run the code with autocast off: its graph already contains autocast's casts."""
+        assert code.run is not None
         with autocast_off():
-            return self._results(code(args))
-
-    def _results(self, results: Sequence[Any]) -> list[Any]:
-        if self._gives_all_plain:
-            return list(results)
-        values = iter(results)
-        return [None if wrapping is None else built(wrapping, values) for wrapping in self._gradients]
+            return code.results(code.run(args))
 
     def _give_up(self, ctx: Any) -> None:
         """Release what the region saved, unless the graph is retained. A region that saves nothing can run
         repeatedly."""
         if self._saves and not graph_is_kept():
             ctx.maybe_clear_saved_tensors()
-            ctx.replay_record = None
+            ctx.replay_record = ctx.carried = None
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _as_eager(

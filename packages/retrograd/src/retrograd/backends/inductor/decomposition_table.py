@@ -76,8 +76,8 @@ def _bernoulli(given: Any, value: torch.Tensor, p: float = 0.5, *, generator: An
 
 
 def _linear_upsample(given: Callable[..., Any], value: torch.Tensor, size: Sequence[int], *rest: Any) -> Any:
-    """Torch's decomposition, which stock applies because it traces above autograd. We trace below. A result of
-    length 1 would get other strides than eager's."""
+    """Torch's decomposition, which stock applies because it traces above autograd. We trace below. A result
+    of length 1 would get other strides than eager's."""
     return NotImplemented if 1 in size else given(value, size, *rest)
 
 
