@@ -1,7 +1,7 @@
 """exhibit: what a report shows of one comparison, as plain data that leaves the worker.
 
-In: a Comparison. Out: a dictionary: errors of leaves; for divergences both timelines, exceptions and
-warnings.
+In: a Comparison. Out: a dictionary: errors of leaves; for divergences both timelines, exceptions,
+warnings, and what eager shows where they differ.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from gradparity.differential import Comparison
 from gradparity.oracles.differences import differs
+from gradparity.oracles.eager_side import eager_side
 from gradparity.oracles.evidence import Evidence
 from gradparity.oracles.values import LeafError, errors
 from gradparity.outcome import HookEvent, Outcome, TensorRecord
@@ -28,6 +29,8 @@ def exhibit(comparison: Comparison) -> dict[str, Any]:
         worst = _worst(evidence) if not evidence.bitwise else []
         return {"errors": worst} if worst else {}
     found: dict[str, Any] = {"errors": _leaves(evidence)[:MOST_LEAVES]}
+    if expected := eager_side(evidence, row):
+        found["expected"] = expected
     if evidence.eager.events or evidence.subject.events:
         found["timelines"] = timelines(evidence)
     for name, outcome in (("eager", evidence.eager), ("subject", evidence.subject)):

@@ -31,7 +31,7 @@ from gradparity.generate.draw import policy
 from gradparity.generate.policies import LARGE_ROTATION, ROTATION
 from gradparity.loop import Ending, Where, through
 from gradparity.reading import read_as
-from gradparity.signature import Signature
+from gradparity.signature import Signature, signature_of
 from gradparity.store.store import CaseDone, Entry, Progress
 from gradparity.subjects.base import Blame
 from gradparity.subjects.registry import resolve
@@ -77,7 +77,8 @@ class Facts:
     """What a campaign counts of one case. `verdict`: "lost" if it ended its worker; `rejected`: drawings that
     eager could not run; `repeated`: whether something known covers its divergence; `shrinking`: seconds, in
     the mean over the workers; `seconds`: of the campaign so far; `fired`: passes; `lost`: what cost a worker,
-    or could not be judged; `find`: a new divergence.
+    or could not be judged; `find`: a new divergence; `kind`: the digest of what a divergence, new or known,
+    looks like.
     """
 
     verdict: str
@@ -88,13 +89,14 @@ class Facts:
     fired: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     find: Find | None = None
+    kind: str = ""
 
 
 @dataclass
 class FuzzSummary:
     """Where a campaign stands: the sums of all `Facts`. `rows`: what a report shows; `numbers`: of the cases
     that are done; `known`: divergences that are no news any more; `begun`: those that are being made smaller,
-    by the number of their case; `workers`: how many there are.
+    by the number of their case; `workers`: how many there are; `kinds`: how many cases diverged, by kind.
     """
 
     cases: int = 0
@@ -104,6 +106,7 @@ class FuzzSummary:
     shrinking: float = 0.0
     verdicts: Counter[str] = field(default_factory=Counter)
     fired: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     finds: list[Find] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     known: list[Signature] = field(default_factory=list)
@@ -147,6 +150,7 @@ class FuzzSummary:
         self.seconds = facts.seconds
         self.verdicts[facts.verdict] += 1
         self.fired.update(facts.fired)
+        self.kinds.update([facts.kind] if facts.kind else [])
         self.lost += facts.lost
         if facts.find is not None:
             self.finds.append(facts.find)
@@ -155,6 +159,14 @@ class FuzzSummary:
     def is_known(self, find: Find) -> bool:
         """Whether something known covers it; two workers may find the same within one round."""
         return any(item.covers(find.signature) for item in self.known)
+
+    def finds_by_kind(self) -> list[tuple[list[Find], int]]:
+        """The finds that look alike, with how many cases do, the most frequent first."""
+        found: dict[str, list[Find]] = {}
+        for find in self.finds:
+            found.setdefault(find.signature.coarse.digest, []).append(find)
+        counted = [(alike, max(self.kinds[kind], len(alike))) for kind, alike in found.items()]
+        return sorted(counted, key=lambda item: -item[1])
 
     def describe(self) -> str:
         """One line."""
@@ -339,6 +351,7 @@ class Drawn:
         facts = replace(
             facts,
             repeated=diverged and new is None,
+            kind=signature_of(row).digest if diverged else "",
             seconds=self.summary.seconds,
             lost=(*self._lost.pop(number, ()), *facts.lost),
             find=new,

@@ -235,10 +235,16 @@ class Probe:
 
         Without it a program's tensors stay for ever: hooks hold the probe, a gradient that was made with a
         graph holds its leaf, and a hook of several leaves holds the node that accumulates into each. These
-        are cycles through C++, which Python's collector does not see.
+        are cycles through C++, which Python's collector does not see. A subclass may have made these
+        attributes its own: torch's are meant. A tensor that is no leaf has its hooks in the same dictionary.
         """
-        for leaf in self._leaves.values():
-            leaf.grad = leaf._backward_hooks = None
+        base: Any = torch.Tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in self._leaves.values():
+                base.grad.__set__(leaf, None)
+                for attribute in (base._backward_hooks, base._post_accumulate_grad_hooks):
+                    if hooks := attribute.__get__(leaf):
+                        hooks.clear()
         self._leaves, self._watched, self._on_leaf = {}, {}, []
         self.events, self.values, self.log, self.invariants = [], [], [], []
 

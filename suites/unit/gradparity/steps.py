@@ -56,3 +56,15 @@ def sleeping(unit: Any, emit: Any) -> bool:
     time.sleep(1.0)
     emit("result", 0, {})
     return True
+
+
+def progress(unit: Any, emit: Any) -> bool:
+    """Two steps that show a bar, as Inductor does; the process is unfit after the first, so it is killed."""
+    from tqdm.auto import tqdm
+
+    for step in range(unit.start, 2):
+        emit("start", step, {})
+        emit("result", step, {"sum": sum(tqdm([1, 2], disable=None))})
+        if step == 0:
+            return False
+    return True

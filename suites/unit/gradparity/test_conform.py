@@ -123,6 +123,16 @@ def test_wrong_values_fail_level_0_beside_the_gradients_that_they_make_wrong(hom
     assert symptoms == {0: "values", 1: "grad-values"}
 
 
+def test_the_html_page_shows_the_levels(home: Path) -> None:
+    _, found = judged("planted_backends.py:scaled", "out", "--report", "out.html")
+    levels = Path("out.html").read_text().partition('<section id="levels">')[2].partition("</section>")[0]
+    assert found.describe() in levels
+    lines = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr.*?</tr>", levels)[1:]]
+    assert [line[0] for line in lines] == [str(number) for number in range(len(LEVELS))]
+    assert lines[1][3] == str(found.count(1)[FAILED]) != "0"
+    assert re.search('<tr class="DIVERGE"><td>1</td>', levels)
+
+
 def test_dropped_hooks_fail_level_3_only(home: Path) -> None:
     result, found = judged("planted_backends:hookless", "out")
     assert (result.exit_code, failed(found), found.reached) == (1, {3: 1}, 2), result.output

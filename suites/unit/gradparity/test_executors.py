@@ -1,6 +1,9 @@
 """Executors: a hang or a crash of one case costs that case only."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +145,32 @@ def test_a_worker_is_used_again_unless_each_step_wants_a_fresh_one(
     assert len({message.data["pid"] for message in results}) == count
     assert isinstance(messages[-1], Finished)
     assert made[-1].process.exitcode == 0
+
+
+KILLED = """
+from gradparity.executors.local import Local
+from gradparity.executors.unit import Result, Unit
+from unit.gradparity.steps import progress
+
+if __name__ == "__main__":
+    messages = [*Local(progress, 1).run([Unit({}, 30.0)])]
+    print([message.data["sum"] for message in messages if isinstance(message, Result)])
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_semaphore(tmp_path: Path) -> None:
+    """Python's resource tracker warns of those at the end."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    path = os.pathsep.join(each for each in sys.path if each)
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert (ran.stdout, ran.stderr) == ("[3, 3]\n", "")
 
 
 def test_a_step_that_takes_too_much_memory_costs_that_step_only() -> None:

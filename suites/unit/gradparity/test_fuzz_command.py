@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +82,35 @@ def test_a_find_is_told_before_it_is_made_smaller_and_the_ending_lists_it(tmp_pa
         next(place for place, line in enumerate(lines) if line.startswith(head))
         for head in ("found, being made smaller: DIVERGE", "DIVERGE")
     )
-    assert begun < kept < lines.index("1 new divergences:")
+    assert begun < kept < lines.index("1 new divergences of 1 kind:")
+
+
+def test_finds_that_look_alike_share_a_line_with_the_number_of_cases(finds: Path) -> None:
+    (first, *_) = Folder(finds).finds()
+    alike = [
+        replace(first, signature=replace(first.signature, operators=names))
+        for names in (("mul",), ("add", "sum"), ("exp",))
+    ]
+    other = replace(first, signature=replace(first.signature, place="grad b", operators=("cos",)))
+    kinds = {first.signature.coarse.digest: 7, other.signature.coarse.digest: 9}
+    console = Console(width=300, record=True, file=io.StringIO())
+    tell(console, FuzzSummary(finds=[*alike, other], kinds=Counter(kinds)), Path("c.jsonl"))
+    assert console.export_text().splitlines()[:3] == [
+        "4 new divergences of 2 kinds:",
+        f"     9 × {other.signature.describe()}  {first.address}  {other.name}",
+        f"     7 × {alike[0].signature.describe()}  {first.address}  {alike[0].name}, "
+        "and 2 programs like it: add sum, exp",
+    ]
+
+
+def test_cases_that_repeat_a_find_are_counted_with_it(tmp_path: Path) -> None:
+    words = ("-s", "planted:none-grad", "--cases", "5", "-n", "0", "--seed", "3", "--finds", str(tmp_path))
+    result = invoke(*FUZZ, *words)
+    lines = [line for line in result.stdout.splitlines() if " × " in line]
+    found = int(re.search(r"(\d+) new, (\d+) known", result.stdout)[1])
+    known = int(re.search(r"(\d+) new, (\d+) known", result.stdout)[2])
+    assert known
+    assert sum(int(line.split()[0]) for line in lines) == found + known
 
 
 def test_what_is_stocks_own_is_one_line_with_the_way_to_list_it() -> None:

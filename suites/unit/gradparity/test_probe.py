@@ -1,5 +1,8 @@
 """The probe: the same numbers in every run, recording hooks, leaves."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -65,3 +68,96 @@ def test_module_hooks_leave_the_module_out_of_the_payload() -> None:
     module.register_full_backward_hook(p.hook("full", kind="module"))
     module(p.randn(1, 2, requires_grad=True)).sum().backward()
     assert len(p.events[0].payload) == 2
+
+
+class WithoutSetter(torch.Tensor):
+    """Its gradient cannot be set from outside."""
+
+    grad = property(lambda self: None)
+
+
+class Refusing(torch.Tensor):
+    """It lets nobody set its attributes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ == "__set__":
+            raise RuntimeError("no")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def of_class(cls: type) -> torch.Tensor:
+    return torch.ones(2).as_subclass(cls).requires_grad_()
+
+
+def view_without_a_graph() -> torch.Tensor:
+    with torch.no_grad():
+        return torch.ones(4)[:2].requires_grad_()
+
+
+def made_by_an_operator() -> torch.Tensor:
+    made = torch.ones(2, requires_grad=True) * 1
+    made.retain_grad()
+    return made
+
+
+def in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+LEAVES = {
+    "plain": lambda: torch.ones(2, requires_grad=True),
+    "no gradient": lambda: torch.ones(2),
+    "inference": in_inference_mode,
+    "a view": view_without_a_graph,
+    "no leaf": made_by_an_operator,
+    "a subclass": lambda: of_class(WithoutSetter),
+    "a subclass that refuses": lambda: of_class(Refusing),
+    "sparse": lambda: torch.eye(2).to_sparse().requires_grad_(),
+}
+
+
+def holding(*held):
+    """A hook that keeps these alive."""
+    return lambda *_: held[:0] or None
+
+
+def released(make) -> list[weakref.ref]:
+    """What a probe with this leaf held, after its release."""
+    p = probe()
+    leaf = p.leaf("x", make())
+    if leaf.requires_grad:
+        leaf.register_hook(holding(leaf, p))
+        if leaf.is_leaf:
+            leaf.register_post_accumulate_grad_hook(holding(leaf, p))
+        (leaf * leaf).sum().backward(create_graph=True)
+    p.release()
+    return [weakref.ref(leaf), weakref.ref(p)]
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+def test_a_released_probe_frees_every_kind_of_leaf(make) -> None:
+    gone = released(make)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def released_after_a_hook_raised() -> list[weakref.ref]:
+    p = probe()
+    leaf, hold = p.leaf("x", p.randn(2, requires_grad=True)), holding(p)
+
+    def raising(grad: torch.Tensor) -> None:
+        raise ValueError(hold(grad))
+
+    leaf.register_hook(raising)
+    with pytest.raises(ValueError, match="None"):
+        leaf.sum().backward()
+    p.release()
+    return [weakref.ref(leaf), weakref.ref(p)]
+
+
+def test_a_hook_that_raises_is_released() -> None:
+    gone = released_after_a_hook_raised()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

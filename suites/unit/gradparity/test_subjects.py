@@ -13,6 +13,7 @@ import torch
 
 from gradparity.errors import ReproError, UnavailableError, UnknownNameError
 from gradparity.fired import counting
+from gradparity.subjects import registry
 from gradparity.subjects.base import Subject
 from gradparity.subjects.registry import NAMED, full_name, listed, resolve
 from gradparity.subjects.stock_newer import NEEDS, PRECOMPILE, Feature
@@ -440,6 +441,66 @@ def test_a_function_that_a_file_lacks_is_answered_with_those_that_it_has(tmp_pat
         resolve(f"compile:{file}:compile_grph")
     with pytest.raises(UnknownNameError, match=r"(?s)did you mean  json:dumps.*try .*FILE.py:FUNCTION"):
         resolve("compile:json:dmps")
+
+
+def test_the_functions_of_a_file_are_listed_only_for_an_error(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "d.py"
+    file.write_text(ONE + MORE)
+
+    def listed(module: str) -> list[str]:
+        raise AssertionError("it reads the file's text")
+
+    monkeypatch.setattr(registry, "functions_of", listed)
+    assert resolve(f"compile:{file}:compile_graph").name == f"compile:{file}:compile_graph"
+
+
+def test_a_file_imports_its_neighbour_before_others_of_that_name(tmp_path: Path, monkeypatch) -> None:
+    for folder, text in ((tmp_path, "raise RuntimeError('the wrong one')"), (tmp_path / "sub", ONE)):
+        folder.mkdir(exist_ok=True)
+        (folder / "a_neighbour.py").write_text(text)
+    (tmp_path / "sub" / "e.py").write_text("from a_neighbour import compile_graph as same\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("compile:sub/e.py:same").name == "compile:sub/e.py:same"
+    assert sys.path[0] == str(tmp_path)
+
+
+def test_a_file_that_failed_leaves_no_module(tmp_path: Path) -> None:
+    file = tmp_path / "half_a_backend.py"
+    file.write_text("def compile_graph(gm, inputs): ...\n1 / 0\n")
+    with pytest.raises(UnknownNameError, match="ZeroDivisionError"):
+        resolve(f"compile:{file}:compile_graph")
+    assert "half_a_backend" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def compile_graph(gm inputs): ...", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('usage: no')", "SystemExit: usage: no"),
+        ("import no_neighbour", "ModuleNotFoundError: No module named 'no_neighbour'"),
+        ("compile_graph = 3", "compile_graph of .*, but a int"),
+    ],
+)
+def test_a_file_that_is_no_backend_is_told_with_what_it_raises(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "f.py"
+    file.write_text(text)
+    with pytest.raises(UnknownNameError, match=told):
+        resolve(f"compile:{file}:compile_graph")
+
+
+def test_a_class_or_a_partial_of_a_file_is_a_backend(tmp_path: Path) -> None:
+    file = tmp_path / "g.py"
+    file.write_text(
+        "import functools\n"
+        "class Code:\n"
+        "    def __init__(self, gm, inputs): self.run = gm.forward\n"
+        "    def __call__(self, *args): return self.run(*args)\n"
+        "part = functools.partial(lambda doubled, gm, inputs: gm.forward, True)\n"
+    )
+    for name in ("Code", "part"):
+        compiled = resolve(f"compile:{file}:{name}").compile(lambda x: x.sin())
+        assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())
 
 
 @pytest.mark.parametrize("name", NEEDS)

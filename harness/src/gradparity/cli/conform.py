@@ -16,13 +16,14 @@ from rich.table import Table
 from gradparity import campaign, expected
 from gradparity.cli import completion, options
 from gradparity.cli.issue import Folder
-from gradparity.cli.outcome import Files
 from gradparity.cli.progress import watching
 from gradparity.conform.badge import badge
 from gradparity.conform.compare import Change, changed
 from gradparity.conform.levels import LEVELS
 from gradparity.conform.outcome import REMARKS, RESULTS, Conformance, Result, conformance, read
 from gradparity.conform.run import conformed, minutes_for_all
+from gradparity.conform.section import section
+from gradparity.html.page import write_page
 from gradparity.subjects.registry import full_name
 from gradparity.writing import write_text
 
@@ -93,7 +94,8 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
         found = conformance(plan, result)
         found.write(out / "conformance.json")
         write_text(out / "conformance.svg", badge(found))
-        Files(html=report_file).write(result.rows)
+        if report_file is not None:
+            write_page(result.rows, report_file, first=section(found))
     print_conformance(console, found, minutes_for_all(result))
     for error in result.errors:
         console.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
@@ -125,10 +127,8 @@ def print_conformance(console: Console, found: Conformance, minutes: int | None)
     remarks = Counter(item.verdict for item in found.results if item.verdict in REMARKS)
     for verdict, times in remarks.items():
         console.print(f"remark: {verdict} in {times} results that pass", markup=False)
-    left = f"; {found.planned - found.cases} cases had no time" if found.cases < found.planned else ""
-    reached = f"level {found.reached} of {len(LEVELS) - 1}" if found.reached >= 0 else "no level"
-    console.print(f"{found.cases} cases{left}. {found.backend} reaches {reached}.", markup=False)
-    if not left:
+    console.print(found.describe(), markup=False)
+    if found.cases >= found.planned:
         return
     if empty := [str(number) for number in range(len(LEVELS)) if not found.count(number)]:
         console.print(f"no time for levels {', '.join(empty)}", markup=False)

@@ -41,6 +41,8 @@ MOST_MEMORY = 4.0
 """GiB that a worker may hold on the CPU, if nothing else is said. It holds less than one: no tensor of a
 drawn program has more than 2 ** 13 elements.
 """
+MOST_OTHERS = 4
+"""So many of the finds that look like one are named by what they call."""
 PRELOAD = ("gradparity.fuzzing.work", "torch._dynamo", "functorch.compile")
 """What every worker needs, if it runs on the CPU."""
 Minutes = Annotated[float | None, typer.Option(min=0.01, help="end after so many minutes; default: 1")]
@@ -211,17 +213,35 @@ class Kept:
             self.console.print(f"  no script: {error}", markup=False, soft_wrap=True)
 
 
+def kind_line(finds: list[Find], count: int) -> str:
+    """How many cases diverge so, what the first find is, and what the programs of the others call."""
+    first, *others = finds
+    told = f"{count:>6} × {first.signature.describe()}  {first.address}  {first.name}"
+    if not others:
+        return told
+    calls = ", ".join(" ".join(find.signature.operators) or "nothing" for find in others[:MOST_OTHERS])
+    more = ", …" if len(others) > MOST_OTHERS else ""
+    return f"{told}, and {counted(len(others), 'program')} like it: {calls}{more}"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 kind", "2 kinds"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def tell(console: Console, summary: FuzzSummary, store: Path) -> None:
-    """What there is to say in the end: the subject's own divergences, then, in one line, those of stock."""
-    if summary.finds:
-        console.print(f"{len(summary.finds)} new divergences:", markup=False)
-    for find in summary.finds:
-        told = f"  {find.signature.describe()}  {find.address}  {find.name}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    """What there is to say in the end: a line for each kind of the subject's own divergences, then one line
+    for all that are stock's.
+    """
+    kinds = summary.finds_by_kind()
+    if kinds:
+        console.print(f"{len(summary.finds)} new divergences of {counted(len(kinds), 'kind')}:", markup=False)
+    for finds, count in kinds:
+        console.print(kind_line(finds, count), markup=False, highlight=False, soft_wrap=True)
     if owned := [row for row in summary.rows if row.stocks_own]:
-        kinds = len({signature_of(row) for row in owned})
+        alike = len({signature_of(row) for row in owned})
         stages = ", ".join(sorted({row.stage for row in owned}))
-        told = f"stock's own: {len(owned)} cases, {kinds} kinds, which {stages} shows as well"
+        told = f"stock's own: {len(owned)} cases, {alike} kinds, which {stages} shows as well"
         console.print(f"{told}; to list them: gradparity report {store}", markup=False, soft_wrap=True)
     for text in summary.lost:
         console.print(f"lost: {text}", markup=False, soft_wrap=True)

@@ -70,6 +70,12 @@ class Conformance:
         """How many cases ran."""
         return len({item.case for item in self.results})
 
+    def describe(self) -> str:
+        """The last line: how many cases ran, and the level."""
+        left = f"; {self.planned - self.cases} cases had no time" if self.cases < self.planned else ""
+        reached = f"level {self.reached} of {len(LEVELS) - 1}" if self.reached >= 0 else "no level"
+        return f"{self.cases} cases{left}. {self.backend} reaches {reached}."
+
     def failures(self) -> list[tuple[Result, int]]:
         """The first failure of each kind at each level, with how many there are."""
         failed = [item for item in self.results if item.result == FAILED]

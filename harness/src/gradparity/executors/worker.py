@@ -6,10 +6,13 @@ In: a pipe and a function. Out: tuples (kind, step, data) on the pipe; kinds are
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import signal
 import sys
+import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +30,7 @@ def worker_main(pipe: Connection, run_unit: RunUnit, log: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect(log)
     _limit_threads()
+    _lock_bars_among_threads()
 
     def emit(kind: str, step: int, data: dict[str, Any]) -> None:
         pipe.send((kind, step, data))
@@ -69,3 +73,11 @@ def _limit_threads() -> None:
 
     faulthandler.enable()
     torch.set_num_threads(1)
+
+
+def _lock_bars_among_threads() -> None:
+    """Inductor shows tqdm's bars. Their usual lock has a semaphore for several processes, which a worker that
+    is killed leaves behind: Python warns of it at the end.
+    """
+    with suppress(ImportError):
+        importlib.import_module("tqdm.std").tqdm.set_lock(threading.RLock())

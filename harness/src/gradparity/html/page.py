@@ -34,14 +34,16 @@ CHARTS: tuple[tuple[str, str, Callable[[list[Row]], Any]], ...] = (
 """In the order of the page: anchor, heading, figure."""
 
 
-def write_page(rows: list[Row], path: Path, history: list[tuple[Run, list[Row]]] | None = None) -> None:
+def write_page(
+    rows: list[Row], path: Path, history: list[tuple[Run, list[Row]]] | None = None, first: str = ""
+) -> None:
     """Writes the page. Raises StoreFullError if the file cannot be written."""
-    write_text(path, page(rows, history or []))
+    write_text(path, page(rows, history or [], first))
 
 
-def page(rows: list[Row], history: list[tuple[Run, list[Row]]]) -> str:
-    """The page as text."""
-    body = [_summary(rows), finds(rows)]
+def page(rows: list[Row], history: list[tuple[Run, list[Row]]], first: str = "") -> str:
+    """The page as text. `first`: a section, as HTML, to stand before the divergences."""
+    body = [_summary(rows), first, finds(rows)]
     body += [_section(anchor, heading, draw(rows)) for anchor, heading, draw in CHARTS]
     body.append(_section("trend", "Trend over stored runs", figures.trend(history)))
     text = "".join(part for part in body if part)

@@ -92,8 +92,11 @@ def title(row: Row) -> str:
 def _seen(find: Find) -> str:
     row = find.row
     lines = [f"**Seen** under `{row.subject}`: {' '.join(row.reason.split())}"]
+    expected = row.exhibit.get("expected")
+    if expected:
+        lines.append(f"**Expected**: as in eager, {expected}.")
     if find.doc:
-        lines.append(f"**Expected**: {find.doc}")
+        lines.append(f"**{'The program' if expected else 'Expected'}**: {find.doc}")
     if find.issue:
         lines.append(f"A public thread that may be the same: {find.issue}")
     return "\n\n".join(lines)

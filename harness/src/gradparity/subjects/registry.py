@@ -11,8 +11,8 @@ else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Blame, Subject
@@ -148,9 +148,7 @@ def _compile(name: str, backend: str) -> Subject:
     own_random, place = flag == "random", plain if flag == "random" else backend
     if ":" in place:
         module = place.rpartition(":")[0]
-        with _explained(place):
-            names = [f"{module}:{name}" for name in functions_of(module)]
-        with _explained(place, names):
+        with _explained(place, lambda: [f"{module}:{name}" for name in functions_of(module)]):
             function_at(place)
         return StockCompile(name, place, own_random)
     return StockCompile(name, _registered(place), own_random)
@@ -161,13 +159,18 @@ _WAYS = "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of to
 
 
 @contextmanager
-def _explained(place: str, known: Sequence[str] = ()) -> Iterator[None]:
-    """Whatever a user's module raises while it is imported becomes an UnknownNameError."""
+def _explained(place: str, functions: Callable[[], list[str]] = list) -> Iterator[None]:
+    """Whatever a user's module raises while it is imported becomes an UnknownNameError. It names what
+    `functions` lists, which asks the module once more.
+    """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself is no backend
         why = f"{type(error).__name__}: {error}"
-        raise UnknownNameError("torch.compile backend", place, [*(known or NAMED)], why, _WAYS) from error
+        known: list[str] = []
+        with suppress(Exception, SystemExit):
+            known = functions()
+        raise UnknownNameError("torch.compile backend", place, known or [*NAMED], why, _WAYS) from error
 
 
 def _only_function(file: str) -> str:

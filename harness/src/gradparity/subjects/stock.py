@@ -193,7 +193,15 @@ def _of_file(path: Path) -> ModuleType:
         raise ImportError(f"there is no file {path.name} in {path.parent}")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, loaded)
-    spec.loader.exec_module(loaded)
+    sys.path.insert(0, str(path.parent))  # its neighbours come first, as in a script
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        if sys.modules[path.stem] is loaded:
+            del sys.modules[path.stem]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
     return loaded
 
 

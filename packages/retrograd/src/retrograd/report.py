@@ -6,11 +6,10 @@ short as ``str``, long as ``details()``, and as an HTML page.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_er
 from retrograd.progress import working
 from retrograd.report_page import page_of
 from retrograd.report_text import by_kind, counted, indented, most, short
+from retrograd.runtime.callers import users_level, users_line
 from retrograd.runtime.profiler import artifact
 
 _lock = ForkSafeLock()
@@ -74,7 +74,8 @@ class LoweringReport:
 class BackwardReport:
     """One captured backward: a structure of the autograd graph, with its eager order.
 
-    `notes` lists what runs differently from what the user asked for.
+    `notes` lists what runs differently from what the user asked for. `line` is the user's line that ran the
+    backward when it was planned, such as ``train.py:31``.
     """
 
     graph: BackwardGraph
@@ -83,6 +84,13 @@ class BackwardReport:
     lowerings: list[LoweringReport] = field(default_factory=list)
     runs: int = 0
     notes: list[Reason] = field(default_factory=list)
+    line: str = field(default_factory=users_line)
+
+    @property
+    def begins(self) -> str:
+        """The node from which it starts, and the line that ran it: ``MeanBackward0 at train.py:31``."""
+        names = [call.name.rpartition("::")[2] for call in self.graph.node_calls[1:2]]  # after the GraphRoot
+        return " at ".join([*names, *([self.line] if self.line else [])])
 
     @property
     def recompiles(self) -> list[LoweringReport]:
@@ -130,7 +138,7 @@ class BackwardReport:
 
     def details(self) -> str:
         """The long text: each lowering with its cause and guards. Equal lowerings share a line."""
-        lines = [_headline([self]), *self.lines(None), f"  lowerings     {len(self.lowerings)}"]
+        lines = [_headline([self], self.begins), *self.lines(None), f"  lowerings     {len(self.lowerings)}"]
         for (how, because, guards), segments in self.equal_lowerings().items():
             lines.append(f"    segment {', '.join(map(str, segments))}: {how}, {because}")
             lines += [f"      guards  {guards}"] if guards else []
@@ -147,11 +155,12 @@ class BackwardReport:
         return text
 
 
-def _headline(them: list[BackwardReport]) -> str:
-    """The first line of the short text of equal backwards."""
+def _headline(them: list[BackwardReport], begins: str = "") -> str:
+    """The first line of the text of equal backwards."""
     what = "backward" if len(them) == 1 else f"{len(them)} backwards"
     nodes, runs = len(them[0].graph.node_calls), sum(entry.runs for entry in them)
-    return f"{what} of {counted(nodes, 'node')}, run {counted(runs, 'time')}, backend {them[0].backend}"
+    of = f"{counted(nodes, 'node')} from {begins}" if begins else counted(nodes, "node")
+    return f"{what} of {of}, run {counted(runs, 'time')}, backend {them[0].backend}"
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ class Report:
                 report.fallbacks[reason] += 1
         if (text := _first(reason, what)) is not None:
             (LOGS if is_live else AOT_LOGS)["recompiles"].info("%s", text)
-            warnings.warn(text, FallbackWarning, stacklevel=_users_level())
+            warnings.warn(text, FallbackWarning, stacklevel=users_level())
 
     def recorded(self, reason: Reason, *, warn: bool = True) -> None:
         """Something is compiled, or runs, differently from what the user asked for."""
@@ -256,7 +265,7 @@ class Report:
         for report in self._all():
             report.notes.setdefault(reason)
         if is_new and warn and (text := _first(reason, "")) is not None:
-            warnings.warn(text, FallbackWarning, stacklevel=_users_level())
+            warnings.warn(text, FallbackWarning, stacklevel=users_level())
 
     def __reduce__(self) -> Any:
         """References to the process-wide report are copied and pickled as references, by its name. A copy of
@@ -277,7 +286,9 @@ class Report:
 
     def __str__(self) -> str:
         parts = [*most(map(str, self._graphs), "graph")]
-        parts += most(("\n".join([_headline(them), *lines]) for lines, them in self._kinds()), "backward")
+        kinds = self._kinds()  # a single one needs no name
+        texts = ((_headline(them, begins if len(kinds) > 1 else ""), *lines) for begins, lines, them in kinds)
+        parts += most(map("\n".join, texts), "backward")
         if not parts:
             parts = ["nothing was captured"]
         elif not self.fallbacks:
@@ -311,13 +322,13 @@ class Report:
         """The notes, and those of the backwards."""
         return {**self.notes, **dict.fromkeys(note for entry in self.backwards for note in entry.notes)}
 
-    def _kinds(self) -> Iterable[tuple[tuple[str, ...], list[BackwardReport]]]:
-        """The backwards, grouped by what their short texts say."""
+    def _kinds(self) -> list[tuple[str, tuple[str, ...], list[BackwardReport]]]:
+        """The backwards, grouped by what their texts say: where they begin, and their short texts."""
         kinds: dict[Any, list[BackwardReport]] = {}
         for entry in self.backwards:
-            key = len(entry.graph.node_calls), entry.backend, entry.lines()
+            key = len(entry.graph.node_calls), entry.backend, entry.begins, entry.lines()
             kinds.setdefault(key, []).append(entry)
-        return [(lines, them) for (*_, lines), them in kinds.items()]
+        return [(begins, lines, them) for (_, _, begins, lines), them in kinds.items()]
 
     def _repr_html_(self) -> str:
         """The page of `save_html`, for notebooks."""
@@ -437,13 +448,3 @@ def _first(reason: Reason, what: str) -> str | None:
     text = f"{what}: {reason}" if what else str(reason)
     artifact("retrograd_fallback", lambda: text)
     return text
-
-
-def _users_level() -> int:
-    """The ``stacklevel`` with which a warning from the caller shows the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("retrograd.", "torch.")
-    ):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -21,12 +21,12 @@ from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy, check, checked
 from retrograd.engine import has_waiting_hooks
-from retrograd.errors import CaptureError, Reason, name_of
+from retrograd.errors import CaptureError, Reason
 from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
 from retrograd.runtime import pytree
-from retrograd.runtime.copies import reduced
+from retrograd.runtime.decorated import Decorated
 from retrograd.runtime.modes import ThreadModes
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import CallGuard
@@ -49,7 +49,7 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[
 _FUNCTION = callable, "a function or another callable"
 
 
-class AotFunction:
+class AotFunction(Decorated):
     """A function that compiles itself. `function` and `module` make one.
 
     Args:
@@ -60,8 +60,8 @@ class AotFunction:
 
     @checked(fn=_FUNCTION, config=(Config, "a retrograd.Config; aot.function makes one of its options"))
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
-        self.fn, self.config, self._report = fn, config, report
-        self.__name__: str = name_of(fn)
+        super().__init__(fn, config)
+        self._report = report
         self._own = (fn,) if isinstance(fn, nn.Module) else ()
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}
@@ -90,9 +90,6 @@ class AotFunction:
         """Drop all compiled code."""
         self._specialized.clear()
         self._states.clear()
-
-    def __reduce__(self) -> Any:
-        return reduced(self)
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
         """The state of all modules in this call. A state that has changed becomes a new one, which guards see
@@ -226,6 +223,8 @@ def function(  # noqa: PLR0913 - one parameter per option
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
     - `fn` and arguments that are modules: structure, ``training`` flags, hooks, attributes, and the contents
       of attributes that are short lists, dictionaries or sets;
+    - `self`, if `fn` is a method, like any other argument: a module's attributes are checked, those of an
+      object of a plain class are not;
     - the thread's modes.
 
     Tensors that `fn` closes over are inputs like any other, and get gradients if they require grad.

@@ -7,8 +7,6 @@ report. Dynamo compiles the Python of the step, so it knows what the step reads 
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from retrograd.config import Config, checked
 from retrograd.dynamo.backend import ConfiguredBackend
 from retrograd.dynamo.frames import compiled_frames
 from retrograd.dynamo.left_to_python import LeftToPython
-from retrograd.errors import Reason, name_of
+from retrograd.errors import Reason
 from retrograd.live.contexts import enter, leave
 from retrograd.live.session import Session
 from retrograd.policy import SHORT_STEP
@@ -31,8 +29,8 @@ from retrograd.process import restored_on_error
 from retrograd.progress import watched
 from retrograd.report import Report, process_report
 from retrograd.report_text import counted
-from retrograd.runtime.copies import reduced
 from retrograd.runtime.cuda import unused_memory_returned
+from retrograd.runtime.decorated import Decorated
 from retrograd.runtime.modes import compile_stance
 from retrograd.specialize.profitability import Pace
 from retrograd.trace import tracer_here
@@ -95,7 +93,7 @@ class StepReport:
         return self.pieces._repr_html_()
 
 
-class CompiledStep:
+class CompiledStep(Decorated):
     """A step that compiles itself. Made by `compile_step`.
 
     Attributes:
@@ -105,9 +103,7 @@ class CompiledStep:
 
     @checked(fn=_STEP, config=(Config, "a retrograd.Config"))
     def __init__(self, fn: Callable[..., Any], config: Config) -> None:
-        functools.update_wrapper(self, fn)
-        self.__name__: str = name_of(fn)
-        self.fn, self.config = fn, config
+        super().__init__(fn, config)
         self.reset()
 
     def reset(self) -> None:
@@ -126,16 +122,9 @@ class CompiledStep:
             are_numbers_exact=watch.computes_like_eager,
         )
 
-    def __reduce__(self) -> Any:
-        return reduced(self)
-
     def explain(self) -> StepReport:
         """How the calls ran, and which pieces the step was divided into, with the reasons."""
         return self._report
-
-    def __get__(self, owner: Any, cls: type | None = None) -> Any:
-        """The step as a bound method, if it is defined in a class."""
-        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step.
