@@ -165,3 +165,98 @@ def test_a_bound_method_is_pickled_with_its_instance():
     loss = pickle.loads(pickle.dumps(model.loss))
     assert torch.equal(loss(torch.ones(1, 2)), model.loss(torch.ones(1, 2)))
     assert loss.__self__ is not model
+
+
+class Scaled:
+    """An object of a plain class, as trainers are."""
+
+    def __init__(self):
+        self.factor, self.shift, self.powers = 2.0, torch.ones(3), [1]
+        self.layer = nn.Linear(3, 3)
+        self.hidden = None
+
+    def __call__(self, x):
+        return self.compute(x)
+
+    def compute(self, x):
+        out = self.layer(x * self.factor) + self.shift
+        return sum(out**power for power in self.powers)
+
+    compiled = retrograd.aot.function(compute, backend="eager", strict=True)
+
+
+def change_number(one):
+    one.factor = 3.0
+
+
+def change_tensor(one):
+    one.shift = torch.full((3,), 5.0)
+
+
+def change_list(one):
+    one.powers.append(2)
+
+
+def change_layer(one):
+    one.layer = nn.Linear(3, 3)
+
+
+def change_weight(one):
+    one.layer.weight = nn.Parameter(torch.ones(3, 3))
+
+
+def write_into_weight(one):
+    with torch.no_grad():
+        one.layer.weight.fill_(0.5)
+
+
+CHANGES = [change_number, change_tensor, change_list, change_layer, change_weight, write_into_weight]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("way", ["method", "bound", "callable", "argument"])
+def test_attributes_that_change_after_capture_are_seen(change, way):
+    torch.manual_seed(0)
+    one, x = Scaled(), torch.randn(2, 3)
+    options = {"backend": "eager", "strict": True}
+    call = {
+        "method": lambda: one.compiled,
+        "bound": lambda: retrograd.aot.function(one.compute, **options),
+        "callable": lambda: retrograd.aot.function(one, **options),
+        "argument": lambda: functools.partial(retrograd.aot.function(Scaled.compute, **options), one),
+    }[way]()
+    assert torch.equal(call(x), one.compute(x))
+    change(one)
+    found, expected = call(x), one.compute(x)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    gradients = [weight.grad.clone() for weight in one.layer.parameters()]
+    one.layer.zero_grad()
+    expected.sum().backward()
+    assert all(map(torch.equal, gradients, [weight.grad for weight in one.layer.parameters()]))
+
+
+def test_an_object_that_is_unchanged_is_captured_once():
+    traced = []
+
+    class Counted(Scaled):
+        def compute(self, x):
+            traced.append(None)
+            return super().compute(x)
+
+        compiled = retrograd.aot.function(compute, backend="eager", strict=True)
+
+    one = Counted()
+    for _ in range(4):
+        one.compiled(torch.ones(2, 3))
+    assert len(traced) == 1
+
+
+def test_layers_of_an_object_may_have_hooks():
+    one, calls = Scaled(), []
+    call = retrograd.aot.function(Scaled.compute, backend="eager")
+    call(one, torch.ones(2, 3))
+    one.layer.register_forward_hook(lambda *_: calls.append(None))
+    with pytest.warns(UserWarning, match="hooks"):
+        call(one, torch.ones(2, 3))
+    assert len(calls) == 1

@@ -1,6 +1,6 @@
 """Turn a function of modules and pytrees into a function of flat inputs.
 
-`ModuleState`. In: modules. Out: their parameters and buffers (a tied one once). It can replace them during a
+`ModuleState`. In: modules, and objects of plain classes. Out: the modules' parameters and buffers (a tied one once). It can replace them during a
 call, and checks that what a capture relies on has not changed: structure, ``training`` flags, hooks,
 attributes, and the contents of attributes that are short lists, dictionaries or sets.
 
@@ -14,6 +14,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -40,11 +42,15 @@ def hooks_of_all_modules() -> list[int]:
     return [key for name in _GLOBAL_HOOKS for key in getattr(torch_module, name)]
 
 
+#: classes whose attributes say nothing of what a function computes, or are looked at elsewhere.
+_KNOWN = (torch.Tensor, type, partial, BuiltinFunctionType, FunctionType, MethodType, ModuleType)
+
+
 class ModuleState:
-    """The tensors and settings of some modules.
+    """The tensors and settings of some modules, and the attributes of other objects.
 
     Args:
-        roots: the modules.
+        given: modules, and other objects. The modules that these hold as attributes belong to it, too.
 
     Attributes:
         names, kinds, tensors: the name, kind and value of each tensor; parameters come first.
@@ -60,9 +66,12 @@ class ModuleState:
     tensors: tuple[torch.Tensor, ...]
     places: tuple[Sequence[tuple[dict[str, Any], str]], ...]
 
-    def __init__(self, *roots: nn.Module) -> None:
+    def __init__(self, *given: Any) -> None:
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
         both = {PrimalKind.PARAMETER: "_parameters", PrimalKind.BUFFER: "_buffers"}
+        objects = [one for one in given if not isinstance(one, nn.Module)]
+        roots = [one for one in given if isinstance(one, nn.Module)]
+        roots += [value for one in objects for value in vars(one).values() if isinstance(value, nn.Module)]
         for (kind, attribute), (number, root) in itertools.product(both.items(), enumerate(roots)):
             for path, child in root.named_modules(prefix=f"module {number}" if number else ""):
                 holder: dict[str, Any] = getattr(child, attribute)
@@ -83,11 +92,12 @@ class ModuleState:
         self.names, self.kinds, self.tensors, self.places = (
             zip(*found.values(), strict=True) if found else empty
         )
-        self.roots, self.token = roots, object()
+        self.given, self.token = given, object()
         self._modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
+        self._objects = objects
         self._attributes = [
             (vars(child), key, _copied(value))
-            for child in self._modules
+            for child in (*self._modules, *objects)
             for key, value in vars(child).items()
             if key not in OF_ALL_MODULES
         ]
@@ -125,7 +135,7 @@ class ModuleState:
                 )
                 for module in self._modules
             ]
-        )
+        ) + tuple([len(vars(one)) for one in self._objects])
 
     def switches(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
@@ -156,6 +166,12 @@ class ModuleState:
             for holder, key in places:
                 if holder.get(key) is one:
                     holder[key] = tensor
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a function that is given `value` may read attributes of it that were set on it: whether it is a
+    module, or an object of a plain class."""
+    return hasattr(value, "__dict__") and not isinstance(value, _KNOWN)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -162,8 +162,8 @@ class _Division:
         recomputed = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
         for node in list(self.joint.gm.graph.nodes):
             if node in recomputed and draws_random_numbers(node) and not is_backward(node):
-                kept, value, again = self.backend.draw_again(self.joint.gm.graph, node)
-                self.instead[value] = again
+                kept, value, redrawn = self.backend.redraw(self.joint.gm.graph, node)
+                self.instead[value] = redrawn
                 self.chosen.add(kept)
         if self.instead:
             self.memory = Memory(self.joint.gm, self.joint.signature)

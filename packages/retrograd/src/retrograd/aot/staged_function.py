@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from retrograd.aot.compiler import find_named, run_stages
-from retrograd.aot.modules import FlatCall, ModuleState
+from retrograd.aot.modules import FlatCall, ModuleState, has_attributes
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy, check, checked
@@ -62,7 +62,7 @@ class AotFunction(Decorated):
     def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
         super().__init__(fn, config)
         self._report = report
-        self._own = (fn,) if isinstance(fn, nn.Module) else ()
+        self._own = tuple(filter(has_attributes, (fn, getattr(fn, "__self__", None))))
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}
 
@@ -82,7 +82,7 @@ class AotFunction(Decorated):
             return self._specialized.run_eagerly(_HOOKS, eagerly)
         leaves = [*state.current(), *flat, state.token]
         constants = tuple([constant_key(leaf) for leaf in flat if not isinstance(leaf, torch.Tensor)])
-        roots, switches = tuple(map(id, state.roots)), (len(leaves), *state.switches())
+        roots, switches = tuple(map(id, state.given)), (len(leaves), *state.switches())
         key = form, ThreadModes.now(), roots, switches, has_waiting_hooks(leaves), constants
         return self._specialized(key, leaves, eagerly)
 
@@ -92,19 +92,19 @@ class AotFunction(Decorated):
         self._states.clear()
 
     def _state_of(self, flat: Sequence[Any]) -> ModuleState:
-        """The state of all modules in this call. A state that has changed becomes a new one, which guards see
-        as another input.
+        """The state of all modules and plain objects in this call. A state that has changed becomes a new
+        one, which guards see as another input.
 
         Raises:
             CaptureError: a module is not initialised yet.
         """
-        roots = (*self._own, *(leaf for leaf in flat if isinstance(leaf, nn.Module)))
-        key = tuple(map(id, roots))
+        given = (*self._own, *(leaf for leaf in flat if type(leaf) not in _FLAT and has_attributes(leaf)))
+        key = tuple(map(id, given))
         state = self._states.get(key)
         if state is None or not state.is_intact():
             while len(self._states) >= self.config.cache_size:
                 self._states.pop(next(iter(self._states)))
-            state = self._states[key] = ModuleState(*roots)
+            state = self._states[key] = ModuleState(*given)
         return state
 
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
@@ -223,8 +223,8 @@ def function(  # noqa: PLR0913 - one parameter per option
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
     - `fn` and arguments that are modules: structure, ``training`` flags, hooks, attributes, and the contents
       of attributes that are short lists, dictionaries or sets;
-    - `self`, if `fn` is a method, like any other argument: a module's attributes are checked, those of an
-      object of a plain class are not;
+    - an argument of a plain class, such as `self` of a method: its attributes, like a module's, and modules
+      among them;
     - the thread's modes.
 
     Tensors that `fn` closes over are inputs like any other, and get gradients if they require grad.

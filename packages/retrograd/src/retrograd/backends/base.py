@@ -88,7 +88,7 @@ class Backend:
         """Decompositions to apply while tracing."""
         return {}
 
-    def draw_again(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """Replace a random call in the forward of a joint graph, because the backward needs its numbers.
 
         Returns:

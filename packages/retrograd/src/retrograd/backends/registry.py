@@ -82,9 +82,9 @@ class InductorBackend(Backend):
     def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         return processes.begin(gm, example_inputs, half, self.settings)
 
-    def draw_again(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         with patched(self.settings):
-            return draw_from_seed(graph, node) or super().draw_again(graph, node)
+            return draw_from_seed(graph, node) or super().redraw(graph, node)
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         with patched(self.settings):

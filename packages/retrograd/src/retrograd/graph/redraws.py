@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from retrograd.graph.fx import first_tensor, is_operator_overload, real_tensors
+
+_SAVES, _DRAWS = torch.ops.higher_order.run_and_save_rng_state, torch.ops.higher_order.run_with_rng_state
 
 
 def draw_from_state(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -24,10 +25,10 @@ def draw_from_state(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, f
     """
     draw: tuple[Any, ...] = (node.target, *node.args)
     with graph.inserting_before(node):
-        both = graph.call_function(run_and_save_rng_state, draw, dict(node.kwargs))
+        both = graph.call_function(_SAVES, draw, dict(node.kwargs))
         state = graph.call_function(getitem, (both, 0))
         value = graph.call_function(getitem, (both, 1))
-        redrawn = graph.call_function(run_with_rng_state, (state, *draw), dict(node.kwargs))
+        redrawn = graph.call_function(_DRAWS, (state, *draw), dict(node.kwargs))
     for made in (both, value, redrawn):
         made.meta = dict(node.meta)
     value.name, redrawn.name = f"{node.name}_drawn", f"{node.name}_again"
@@ -37,9 +38,9 @@ def draw_from_state(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, f
     return state, value, redrawn
 
 
-def redraws(graph: fx.Graph) -> bool:
+def has_redraws(graph: fx.Graph) -> bool:
     """True if the graph computes random numbers again, from a saved generator state or a seed."""
-    return any(node.target is run_with_rng_state or is_seeded(node) for node in graph.nodes)
+    return any(node.target is _DRAWS or is_seeded(node) for node in graph.nodes)
 
 
 def is_seeded(node: fx.Node) -> bool:

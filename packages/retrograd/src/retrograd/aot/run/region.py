@@ -34,7 +34,7 @@ from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.fx import copied_module, lazy_graph, reads_memory
 from retrograd.graph.joint_graph import Partition, SavedKind
 from retrograd.graph.lazy import LazyGraph
-from retrograd.graph.redraws import redraws
+from retrograd.graph.redraws import has_redraws
 from retrograd.policy import MOST_FAILURES, MOST_PRUNED
 from retrograd.process import cached_property
 from retrograd.report import Report, why_failed
@@ -298,7 +298,7 @@ class RegionCode:
         is_static = is_static and not (autocast and joint.state.is_symbolic)
         if (
             getattr(joint, "reports", ())  # passes have changed the graph since the trace
-            or redraws(self._graph.gm.graph)  # from generator states or seeds that no other trace has
+            or has_redraws(self._graph.gm.graph)  # from generator states or seeds that no other trace has
             or hooks_of_all_modules()  # a trace would call modules, and thus these hooks
             or not (is_static or self.follows_layout)  # new code may add guards that nobody would check
         ):
