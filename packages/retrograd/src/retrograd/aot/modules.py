@@ -1,8 +1,9 @@
 """Turn a function of modules and pytrees into a function of flat inputs.
 
-`ModuleState`. In: modules, and objects of plain classes. Out: the modules' parameters and buffers (a tied one once). It can replace them during a
-call, and checks that what a capture relies on has not changed: structure, ``training`` flags, hooks,
-attributes, and the contents of attributes that are short lists, dictionaries or sets.
+`ModuleState`. In: modules, and objects of plain classes. Out: the modules' parameters and buffers (a tied one
+once). It can replace them during a call, and checks that what a capture relies on has not changed: structure,
+``training`` flags, hooks, attributes, and the contents of attributes that are short lists, dictionaries or
+sets.
 
 `FlatCall`. In: a function, a `ModuleState`, and how the arguments are nested. Out: a callable on flat inputs,
 with a name and a kind for each input.
