@@ -70,6 +70,7 @@ def prepared(way: str, example: str) -> tuple[Callable[[Any], Any], AbstractCont
         library, options = importlib.import_module("torch"), {}
     else:
         library, options = importlib.import_module("retrograd"), {"backend": "retrograd"}
+        importlib.import_module("retrograd.dynamo")  # registers the backend, also if nothing is installed
     if way == "live":
         return lambda model: model, library.compiled_autograd()
 
