@@ -160,7 +160,8 @@ class CarriedValues:
         watched: the cotangents, and other tensors; the values are not used if one of these has changed.
 
     Attributes:
-        values: empty before the graph has run, and when the values are no longer needed.
+        values: one sequence with all of them. Empty before the graph has run, and when they are no longer
+            needed.
     """
 
     def __init__(
@@ -187,16 +188,18 @@ class CarriedValues:
         """The values, if the gradients `wanted` for these cotangents can be computed from them; else None."""
         before = [None if cotangent is None else cotangent() for cotangent in self._cotangents]
         if (
-            not self.values
-            or graphs is not self._graphs
+            graphs is not self._graphs
             or any(map(operator.and_, wanted, self._wanted))
             or any(map(operator.is_not, before, cotangents))
             or self._versions is None
             or self._versions != _versions(watched)
         ):
             return None
-        self._is_read, values = True, [*self.values]
-        self.values.clear()
+        try:
+            values: Sequence[Any] = self.values.pop()  # all of them at once: two threads may run backwards
+        except IndexError:
+            return None
+        self._is_read = True
         graphs.unread[self._wanted] = 0
         return values
 

@@ -203,7 +203,7 @@ class RegionCode:
         count = len(self.destinations)
         if carried is not None and code.has_run:  # the strides are those that the code gives
             ctx.carried = carried
-            carried.values += found[count:]
+            carried.values.append(found[count:])
         return found[:count]
 
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
