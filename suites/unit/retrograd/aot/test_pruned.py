@@ -562,3 +562,19 @@ def test_generated_code(backend: str) -> None:
         found, wanted = zero_bubble(model, net, seed=seed)[1], zero_bubble(eager, eager, seed=seed)[1]
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_one_network_between_two_requests_is_seen_by_the_other(way: str) -> None:
+    """As of a generator and a discriminator, by an optimizer that goes through `.data`."""
+    found = []
+    for wrap in (WAYS[way], lambda net: net):
+        net = linears(3)
+        first, last = [*net[:3].parameters()], [*net[3:].parameters()]
+        x, g = batch()
+        y = wrap(net)(x)
+        steps = torch.autograd.grad(y, last, g, retain_graph=True)
+        for parameter, step in zip(last, steps, strict=True):
+            parameter.data.sub_(step)
+        found.append(torch.autograd.grad(y, first, g))
+    same(*found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from suites.unit.retrograd.aot.against_eager import tensor
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from retrograd import aot
 from retrograd.aot import compiler
 from retrograd.backends import registry
+from retrograd.errors import CaptureError
 
 
 def drawn(fn, x):
@@ -175,6 +178,54 @@ def test_what_is_drawn_otherwise_is_drawn_again_alike(draw):
     (grad,) = torch.autograd.grad(out.sum(), x)
     adds = bool(draw(torch.zeros(6, 8), 0.5).any())
     torch.testing.assert_close(grad, out if adds else out * out.log() / x)
+
+
+def masked(x):
+    """Its gradient is `out / x`, whatever is dropped."""
+    return functional.dropout(x * 2, 0.5)
+
+
+def checkpointed(x):
+    return checkpoint(masked, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("fn", [masked, checkpointed])
+def test_no_backward_runs_with_other_numbers_than_inductor_drew(fn):
+    """The re-run of the call in eager mode would draw eager's numbers."""
+    call = aot.function(fn)
+    for memory in [None, *itertools.permutations(range(3))]:
+        x = torch.rand(4, 5, 6).add_(1).requires_grad_()
+        out = call(x)
+        seed = torch.ones(4, 5, 6)
+        if memory is not None:
+            seed = torch.empty_permuted((4, 5, 6), memory).fill_(1)
+        (grad,) = torch.autograd.grad(out, x, seed, retain_graph=True)
+        torch.testing.assert_close(grad * x, out)
+    (grad,) = torch.autograd.grad(out, x, torch.ones(()).expand(4, 5, 6), retain_graph=True)
+    torch.testing.assert_close(grad * x, out)
+    (rows,) = torch.autograd.grad(out, x, torch.ones(2, 4, 5, 6), is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(rows * x, torch.stack([out, out]))
+    with torch.autograd.set_detect_anomaly(True):
+        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    torch.testing.assert_close(grad * x, out)
+    with torch.autocast("cpu", torch.bfloat16):
+        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        torch.testing.assert_close(grad * x, out)
+        inside = call(x)
+        (grad,) = torch.autograd.grad(inside.sum(), x)
+    torch.testing.assert_close(grad * x, inside)
+    with pytest.raises(CaptureError, match="random numbers of Inductor's") as found:
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert "fallback_random" in str(found.value)
+
+
+def test_second_derivatives_see_eagers_numbers_where_inductor_draws_them():
+    x = torch.rand(4, 5).add_(1).requires_grad_()
+    with torch._inductor.config.patch(fallback_random=True):
+        out = aot.function(lambda x: masked(x) ** 2)(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    torch.testing.assert_close(grad * x / 2, out)
+    torch.testing.assert_close(torch.autograd.grad(grad.sum(), x)[0] * x**2 / 2, out)
 
 
 def test_a_code_generator_gets_a_dropout_in_one_piece():

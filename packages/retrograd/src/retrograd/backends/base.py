@@ -7,7 +7,7 @@ inputs. Out: a boxed callable: it takes a list of inputs and may empty it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,11 @@ class Backend:
             backward.
         """
         return draw_from_state(graph, node)
+
+    def draws_otherwise(self, targets: Collection[str]) -> bool:
+        """Whether code for calls of `targets` gets other random numbers than eager's kernels from the same
+        state of a generator."""
+        return False
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         """A backend for subgraphs of `graph` that inherits whole-graph decisions, such as memory format."""

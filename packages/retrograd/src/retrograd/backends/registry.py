@@ -5,7 +5,7 @@ In: the user's ``backend=`` argument. Out: a `Backend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,7 @@ from retrograd.backends.inductor import (
     decompositions,
     draw_from_seed,
     get_ready,
+    has_own_numbers,
     numbers_of_seed,
     patched,
 )
@@ -85,6 +86,10 @@ class InductorBackend(Backend):
     def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         with patched(self.settings):
             return draw_from_seed(graph, node) or super().redraw(graph, node)
+
+    def draws_otherwise(self, targets: Collection[str]) -> bool:
+        with patched(self.settings):
+            return has_own_numbers(targets)
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         with patched(self.settings):

@@ -38,6 +38,7 @@ from retrograd.engine.leaf_order import (
     OrderedLeaves,
     beginning_of,
     last_turn,
+    leads_to_parameter,
     nodes_outside_regions,
     steps_in_turns,
     take_turns,

@@ -18,7 +18,7 @@ Source: ``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.cpp``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -132,3 +132,10 @@ def _turns_of(node: Any) -> tuple[int, ...]:
 def is_a(node: Any, *functions: type) -> bool:
     """Whether a node is the context of one of these Functions."""
     return issubclass(getattr(node, "_forward_cls", object), functions)
+
+
+def leads_to_parameter(node: Any, flags: Sequence[bool]) -> bool:
+    """Whether one of the edges of `node` that `flags` selects leads to a parameter."""
+    nodes = [below for (below, _), flag in zip(node.next_functions, flags, strict=True) if flag and below]
+    nodes += [below for one in nodes if is_a(one, LastOrderedLeaf) for below, _ in one.next_functions]
+    return any(isinstance(getattr(one, "variable", None), torch.nn.Parameter) for one in nodes)

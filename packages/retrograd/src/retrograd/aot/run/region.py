@@ -20,15 +20,15 @@ import torch
 from retrograd.aot.droppable import RestoreSaved
 from retrograd.aot.modules import hooks_of_all_modules
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
-from retrograd.aot.run.eager_rerun import rerun_region, why_not_rerun
+from retrograd.aot.run.eager_rerun import draws_otherwise, rerun_region, why_not_rerun
 from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
 from retrograd.aot.run.pruned import CarriedValues, PrunedGraphs, Requested, requested
 from retrograd.aot.run.recording import lower_half, may_replay
 from retrograd.backends.base import Backend, Boxed, GraphKind
-from retrograd.backends.registry import AtenBackend, EagerBackend
+from retrograd.backends.registry import AtenBackend, EagerBackend, find_backend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
-from retrograd.engine import checkpoint_is_valid, will_run
+from retrograd.engine import checkpoint_is_valid, leads_to_parameter, will_run
 from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.fx import copied_module, lazy_graph, reads_memory
@@ -135,6 +135,8 @@ class RegionCode:
         #: the number of the graph's results that make up each gradient.
         self._counts = [0 if gradient is None else gradient.count for gradient in self._gradients]
         self._has_effects = self._graph.summary.has_effects_besides_random
+        #: True if a re-run in eager mode would draw other random numbers than the forward did.
+        self._draws_otherwise = find_backend(config.backend).draws_otherwise(partition.ahead.summary.targets)
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
         self._may_be_guarded = is_static and not self._reenters
@@ -155,7 +157,8 @@ class RegionCode:
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the region's destinations."""
         inside = ctx.meeting.arrived() if ctx.meeting else {}
-        by_nodes = inside or torch.is_grad_enabled() or torch.is_anomaly_enabled()
+        is_traced = torch.is_anomaly_enabled() and not self._draws_otherwise
+        by_nodes = inside or torch.is_grad_enabled() or is_traced
         last = self._last
         wanted = requested(ctx)
         is_usual = wanted is None and not by_nodes
@@ -174,14 +177,10 @@ class RegionCode:
             code = self._batch_code
         else:
             code = self._code_for(autocast, self._layouts(cotangents))
+        if code is None and (self._draws_otherwise or not (autocast or is_batch or self.can_be_rerun(ctx))):
+            code, cotangents = self._code_as_traced(cotangents, is_batch)
         if code is None:
-            if not (autocast or is_batch or self.can_be_rerun(ctx)):
-                cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
-                if self._fit(cotangents):
-                    layouts = self._layouts(cotangents)
-                    code = self._code_for((), layouts) or self._code_for((), self._as_traced)
-            if code is None:
-                return self._as_eager(ctx, cotangents)
+            return self._as_eager(ctx, cotangents)
         is_as_traced = (
             is_batch or code.graph is not self._graph or self._layouts(cotangents) == self._as_traced
         )
@@ -206,6 +205,18 @@ class RegionCode:
             carried.values.append(found[count:])
         return found[:count]
 
+    def _code_as_traced(
+        self, cotangents: Sequence[torch.Tensor | None], is_batch: bool
+    ) -> tuple[_Code | None, Sequence[torch.Tensor | None]]:
+        """Code for a call that cannot be re-run, and the cotangents as it takes them."""
+        if is_batch:
+            return self._batch_code, cotangents
+        cotangents = tuple([c if c is None else resolved(c) for c in cotangents])
+        if not self._fit(cotangents):
+            return None, cotangents
+        found = self._code_for((), self._layouts(cotangents)) or self._code_for((), self._as_traced)
+        return found, cotangents
+
     @torch.compiler.disable  # Dynamo would trace it if a compiled function runs a backward
     def _pruned(
         self, code: _Code, wanted: Requested, ctx: Any, cotangents: Sequence[Any], args: list[Any]
@@ -223,7 +234,8 @@ class RegionCode:
         watched = [*cotangents, *(value for value in ctx.numbers if isinstance(value, torch.Tensor))]
         taken = None if before is None else before.take(graphs, wanted, cotangents, watched)
         given = () if taken is None else before.names
-        carries = graph_is_kept() and taken is None
+        # A step of one network between two requests may change its weights by ``.data``, without a version.
+        carries = graph_is_kept() and taken is None and not leads_to_parameter(ctx, wanted)
         returned = tuple(graphs.carried(wanted)) if carries else ()
         key = wanted, given, returned
         if key not in code.codes:
@@ -245,8 +257,10 @@ class RegionCode:
 
     def can_be_rerun(self, ctx: Any) -> bool:
         """Whether the call that this context belongs to can be re-run."""
-        joint = self._partition.joint
-        return ctx.replay_record is not None and why_not_rerun(joint, self.number, ctx.replay_record) is None
+        joint, call = self._partition.joint, ctx.replay_record
+        return not (
+            call is None or self._draws_otherwise or why_not_rerun(joint, self.number, call) is not None
+        )
 
     def _is_barred(self) -> bool:
         """Whether the region has reentrant checkpoints that the running backward must not enter."""
@@ -413,6 +427,8 @@ class RegionCode:
             if inside or torch.is_grad_enabled()
             else "they get gradients, or run under modes, of another kind than captured"
         )
+        if self._draws_otherwise and any(cotangent is not None for cotangent in cotangents):
+            raise draws_otherwise(self._partition.joint.state.name, self.why_rerun)
         given: dict[int | Edge, Any] = dict(inside)
         given.update(zip(self.roots, cotangents, strict=True))
         wanted = None

@@ -9,7 +9,7 @@ tens of microseconds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,15 @@ from retrograd.graph.fx import add_call
 
 #: how Inductor names what these operators draw.
 _DISTRIBUTIONS: dict[Any, str] = {torch.ops.aten.rand.default: "rand", torch.ops.aten.randn.default: "randn"}
+
+
+#: what Inductor draws itself, unless it is told to draw as eager does.
+_OWN = frozenset({*map(str, _DISTRIBUTIONS), "aten.randint.low", "prims.inductor_seed.default"})
+
+
+def has_own_numbers(targets: Collection[str]) -> bool:
+    """Whether generated code for calls of `targets` draws other random numbers than eager's kernels."""
+    return not config.fallback_random and not _OWN.isdisjoint(targets)
 
 
 def draw_from_seed(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
