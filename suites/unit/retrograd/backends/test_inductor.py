@@ -416,13 +416,9 @@ def test_generated_code_interpolates_without_calling_a_kernel_of_torch():
     torch.testing.assert_close(grad, torch.autograd.grad(double(x).sin().sum(), x)[0])
 
 
-def test_where_matrix_products_may_round_interpolation_keeps_its_kernel():
-    table = decompositions()
-    backward = table[torch.ops.aten.upsample_linear1d_backward.default]
+def test_where_matrix_products_may_round_interpolation_keeps_its_kernel(monkeypatch):
+    backward = decompositions()[torch.ops.aten.upsample_linear1d_backward.default]
     grad = torch.ones(1, 1, 6)
     assert backward(grad, [6], [1, 1, 3], False).tolist() == [[[2.0, 2.0, 2.0]]]
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert backward(grad, [6], [1, 1, 3], False) is NotImplemented
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert backward(grad, [6], [1, 1, 3], False) is NotImplemented
