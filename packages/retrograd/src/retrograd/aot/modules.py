@@ -95,11 +95,11 @@ class ModuleState:
         )
         self.given, self.token = given, object()
         self._modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
-        self._objects = objects
+        self._holders = *self._modules, *objects
         self._attributes = [
-            (vars(child), key, _copied(value))
-            for child in (*self._modules, *objects)
-            for key, value in vars(child).items()
+            (vars(holder), key, _copied(value))
+            for holder in self._holders
+            for key, value in vars(holder).items()
             if key not in OF_ALL_MODULES
         ]
         self._structure = self._structure_now()
@@ -132,11 +132,10 @@ class ModuleState:
                     *map(id, module._modules.values()),
                     *[key for key, value in module._parameters.items() if value is not None],
                     *[key for key, value in module._buffers.items() if value is not None],
-                    len(vars(module)),
                 )
                 for module in self._modules
             ]
-        ) + tuple([len(vars(one)) for one in self._objects])
+        ) + tuple([len(vars(holder)) for holder in self._holders])
 
     def switches(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""

@@ -106,20 +106,15 @@ def _linear_upsample_backward(
 def _linear_weights(
     made: int, given: int, align_corners: bool, scale: float | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """The share (made, given) of each given element in each element that linear interpolation makes. Source
-    of the formula: the documentation of ``torch.nn.functional.interpolate``."""
-    where = torch.arange(made, dtype=like.dtype, device=like.device)
+    """The share (made, given) of each given element in each element that linear interpolation makes: 1 at its
+    place, and 0 from a distance of 1 on. Source of the places: ``torch.nn.functional.interpolate``."""
+    places = torch.arange(made, dtype=like.dtype, device=like.device)
     if align_corners:
-        where = where * ((given - 1) / (made - 1) if made > 1 else 0.0)
+        places = places * ((given - 1) / (made - 1) if made > 1 else 0.0)
     else:
-        step = 1 / scale if scale else given / made
-        where = ((where + 0.5) * step - 0.5).clamp(min=0)
-    lower = where.floor().clamp(max=given - 1)
-    upper, share = (lower + 1).clamp(max=given - 1), where - lower
+        places = (places + 0.5) * (1 / scale if scale else given / made) - 0.5
     columns = torch.arange(given, dtype=like.dtype, device=like.device)
-    return torch.where(columns == lower[:, None], 1 - share[:, None], 0) + torch.where(
-        columns == upper[:, None], share[:, None], 0
-    )
+    return (1 - (places.clamp(0, given - 1)[:, None] - columns).abs()).clamp(min=0)
 
 
 def _avg_pool_backward(

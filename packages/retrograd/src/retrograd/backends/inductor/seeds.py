@@ -22,8 +22,6 @@ from retrograd.graph.fx import add_call
 
 #: how Inductor names what these operators draw.
 _DISTRIBUTIONS: dict[Any, str] = {torch.ops.aten.rand.default: "rand", torch.ops.aten.randn.default: "randn"}
-
-
 #: what Inductor draws itself, unless it is told to draw as eager does.
 _OWN = frozenset({*map(str, _DISTRIBUTIONS), "aten.randint.low", "prims.inductor_seed.default"})
 
