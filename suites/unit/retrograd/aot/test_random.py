@@ -84,7 +84,7 @@ def layers(draw=functional.dropout):
     return run
 
 
-def uses(gm):
+def targets_of(gm):
     return [str(node.target) for node in gm.graph.nodes]
 
 
@@ -101,7 +101,7 @@ def test_inductor_computes_a_checkpoints_numbers_from_seeds(parts):
     call = aot.function(layers(), backend="inductor")
     x = tensor(6, 8, grad=True)
     call(x).sum().backward()
-    forward, backward = uses(parts[0].forward), uses(parts[0].backwards[0].gm)
+    forward, backward = targets_of(parts[0].forward), targets_of(parts[0].backwards[0].gm)
     assert forward.count("prims.inductor_seed.default") == 3
     assert backward.count("prims.inductor_random.default") == 3
     assert not {"run_and_save_rng_state", "run_with_rng_state"} & {*forward, *backward}
@@ -178,6 +178,37 @@ def test_what_is_drawn_otherwise_is_drawn_again_alike(draw):
     (grad,) = torch.autograd.grad(out.sum(), x)
     adds = bool(draw(torch.zeros(6, 8), 0.5).any())
     torch.testing.assert_close(grad, out if adds else out * out.log() / x)
+
+
+@torch.library.custom_op(
+    "random_tests::two_factors", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def two_factors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As attention with dropout, one call with several results that generated code cannot compute."""
+    return torch.rand_like(x), torch.rand_like(x)
+
+
+@two_factors.register_fake
+def _(x):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@pytest.mark.parametrize("uses", ["both", "second", "overwritten"])
+def test_results_that_inductor_does_not_compute_itself_are_saved(uses, parts):
+    def noisy(h):
+        first, second = torch.ops.random_tests.two_factors(h.detach())
+        out = h * second * (first if uses == "both" else 1)
+        return (out, second) if uses == "overwritten" else (out, second.clone())
+
+    call = aot.function(lambda x: checkpoint(noisy, x, use_reentrant=False))
+    x = tensor(6, 8, grad=True)
+    out, second = call(x)
+    if uses == "overwritten":
+        second.zero_()  # eager computes it again
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad * x, out)
+    graphs = [parts[0].forward, parts[0].backwards[0].gm]
+    assert not any(target.startswith("run_") for graph in graphs for target in targets_of(graph))
 
 
 def masked(x):

@@ -158,13 +158,20 @@ class _Division:
         return size
 
     def _replay_random_numbers(self, wanted: Sequence[Any]) -> None:
-        """Make the backward compute the random numbers that the forward drew."""
+        """Make the backward read or compute the random numbers that the forward drew."""
         recomputed = needed_between(self.chosen | set(self.primals) | set(self.cotangents), wanted)
         for node in list(self.joint.gm.graph.nodes):
             if node in recomputed and draws_random_numbers(node) and not is_backward(node):
-                kept, value, redrawn = self.backend.redraw(self.joint.gm.graph, node)
-                self.instead[value] = redrawn
-                self.chosen.add(kept)
+                found = self.backend.redraw(self.joint.gm.graph, node)
+                if found is None:
+                    is_one = isinstance(node.meta["val"], torch.Tensor)
+                    kept = {node} if is_one else recomputed.intersection(node.users)
+                    self.copies |= frozenset(filter(self.memory.is_forbidden, kept))
+                    self.chosen |= kept
+                else:
+                    state, value, redrawn = found
+                    self.instead[value] = redrawn
+                    self.chosen.add(state)
         if self.instead:
             self.memory = Memory(self.joint.gm, self.joint.signature)
 

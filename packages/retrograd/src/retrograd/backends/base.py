@@ -88,12 +88,12 @@ class Backend:
         """Decompositions to apply while tracing."""
         return {}
 
-    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         """Replace a random call in the forward of a joint graph, because the backward needs its numbers.
 
         Returns:
             What the forward saves, the value that replaces `node`, and a call with the same value for the
-            backward.
+            backward. None if the forward shall save its results instead.
         """
         return draw_from_state(graph, node)
 

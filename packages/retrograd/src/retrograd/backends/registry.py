@@ -19,6 +19,7 @@ from retrograd.backends.inductor import (
     compile_graph,
     decompositions,
     draw_from_seed,
+    draws_own_numbers,
     get_ready,
     has_own_numbers,
     numbers_of_seed,
@@ -83,9 +84,9 @@ class InductorBackend(Backend):
     def begin(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind) -> Answer | None:
         return processes.begin(gm, example_inputs, half, self.settings)
 
-    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def redraw(self, graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         with patched(self.settings):
-            return draw_from_seed(graph, node) or super().redraw(graph, node)
+            return draw_from_seed(graph, node) if draws_own_numbers() else super().redraw(graph, node)
 
     def draws_otherwise(self, targets: Collection[str]) -> bool:
         with patched(self.settings):

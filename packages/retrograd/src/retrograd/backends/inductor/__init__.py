@@ -27,4 +27,9 @@ from retrograd.backends.inductor.options import (
     take_settings,
 )
 from retrograd.backends.inductor.partition import cut_by, memory_budget
-from retrograd.backends.inductor.seeds import draw_from_seed, has_own_numbers, numbers_of_seed
+from retrograd.backends.inductor.seeds import (
+    draw_from_seed,
+    draws_own_numbers,
+    has_own_numbers,
+    numbers_of_seed,
+)

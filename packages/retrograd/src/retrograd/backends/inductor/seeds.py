@@ -1,9 +1,7 @@
 """Random numbers that a backward computes again from a seed, as stock's do.
 
 In: a joint graph and one of its random calls. Out: a seed that the forward draws and saves, and a call that
-computes the numbers from it wherever they are needed. Generated code fuses such a call with what reads it. A
-call that starts from a saved generator state is not fused, cannot be part of a CUDA graph, and costs the host
-tens of microseconds.
+computes the numbers from it wherever they are needed. Generated code fuses such a call with what reads it.
 """
 
 from __future__ import annotations
@@ -26,6 +24,11 @@ _DISTRIBUTIONS: dict[Any, str] = {torch.ops.aten.rand.default: "rand", torch.ops
 _OWN = frozenset({*map(str, _DISTRIBUTIONS), "aten.randint.low", "prims.inductor_seed.default"})
 
 
+def draws_own_numbers() -> bool:
+    """Whether generated code draws other random numbers than eager's kernels."""
+    return not (config.fallback_random or getattr(config, "align_random_eager", False))
+
+
 def has_own_numbers(targets: Collection[str]) -> bool:
     """Whether generated code for calls of `targets` draws other random numbers than eager's kernels."""
     return not config.fallback_random and not _OWN.isdisjoint(targets)
@@ -36,10 +39,9 @@ def draw_from_seed(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx
 
     Returns:
         The seed, a scalar of int64, and twice the call that computes the numbers; None if generated code
-        draws them as eager does.
+        calls eager's kernel, as for attention. A call of a kernel that starts from a saved generator state
+        cannot be part of a CUDA graph, and costs the host tens of microseconds: its results are saved.
     """
-    if config.fallback_random or getattr(config, "align_random_eager", False):
-        return None
     example, name = node.meta["val"], _DISTRIBUTIONS.get(node.target)
     if name is None or example.dtype is not torch.float32 or node.kwargs.get("pin_memory"):
         return None
