@@ -137,6 +137,18 @@ def test_both_halves_draw_the_same_numbers_whichever_is_interpreted(broken, monk
         is_on.append(True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_seeds_serve_every_precision(dtype, parts):
+    call = aot.function(
+        lambda x: checkpoint(lambda h: functional.dropout(h.exp(), 0.5), x, use_reentrant=False)
+    )
+    x = tensor(6, 8, grad=True).detach().to(dtype).requires_grad_()
+    out = call(x)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], out)
+    assert "prims.inductor_random.default" in targets_of(parts[0].backwards[0].gm)
+    assert 0 < (out == 0).sum() < out.numel()
+
+
 def test_two_calls_and_two_draws_have_numbers_of_their_own():
     call = aot.function(lambda x: torch.stack([layers()(x), layers()(x)]))
     x = tensor(64, 8, grad=True)

@@ -43,17 +43,20 @@ def draw_from_seed(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node, fx
         cannot be part of a CUDA graph, and costs the host tens of microseconds: its results are saved.
     """
     example, name = node.meta["val"], _DISTRIBUTIONS.get(node.target)
-    if name is None or example.dtype is not torch.float32 or node.kwargs.get("pin_memory"):
+    if name is None or node.kwargs.get("pin_memory"):
         return None
     with graph.inserting_before(node):
         seed = add_call(graph, inductor_prims.seed, (example.device,))
         numbers = add_call(graph, inductor_prims.random, (node.args[0], seed, name))
-    seed.meta, numbers.meta = dict(node.meta), dict(node.meta)
+        value = add_call(graph, torch.ops.prims.convert_element_type.default, (numbers, example.dtype))
+    for made in (seed, numbers, value):
+        made.meta = dict(node.meta)
     with example.fake_mode:
         seed.meta["val"] = torch.empty((), dtype=torch.int64, device=example.device)
-    node.replace_all_uses_with(numbers)
+        numbers.meta["val"] = torch.empty_like(example, dtype=torch.float32)
+    node.replace_all_uses_with(value)
     graph.erase_node(node)
-    return seed, numbers, numbers
+    return seed, value, value
 
 
 def numbers_of_seed(size: Sequence[int], seed: torch.Tensor, distribution: str) -> torch.Tensor:
