@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import retrograd
 
@@ -222,6 +223,31 @@ def a_backward_changes_what_it_saved() -> Any:
     return x.grad
 
 
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def late_hooks_on_the_node_of_a_function() -> Any:
+    x = _leaf()
+    y = _Twice.apply(x.sin())
+    z = y.cos()
+    events: list[str] = []
+
+    def add(grad: Tensor) -> None:
+        y.grad_fn.register_prehook(lambda grads: events.append("pre") or tuple(g * 3 for g in grads))
+        y.grad_fn.register_hook(lambda grads, _: events.append("post") or tuple(g * 5 for g in grads))
+
+    z.register_hook(add)
+    z.sum().backward()
+    return [*events, x.grad.tolist()]
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -240,6 +266,7 @@ def a_backward_changes_what_it_saved() -> Any:
         one_output_removes_a_hook_of_another,
         one_output_adds_a_hook_to_another,
         retain_grad_in_a_hook,
+        late_hooks_on_the_node_of_a_function,
         a_hook_on_a_requested_leaf,
         a_hook_on_a_requested_value,
         a_backward_changes_what_it_saved,
@@ -255,3 +282,40 @@ def test_as_eager(program: Callable[[], Any]) -> None:
         assert torch.equal(found, expected)
     else:
         assert found == expected
+
+
+def _hook_of_a_module(net: nn.Module, seen: list[Any]) -> None:
+    """The recomputation calls it anew, and registers its hooks on new nodes."""
+    net.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].tolist()))
+
+
+def _hook_of_a_result(net: nn.Module, seen: list[Any]) -> None:
+    """As FSDP2's."""
+    net.register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda g: seen.append(g.tolist())) and None
+    )
+
+
+def _hook_that_is_removed(net: nn.Module, seen: list[Any]) -> None:
+    net.register_forward_hook(lambda module, args, out: out.register_hook(seen.append).remove())
+
+
+@pytest.mark.parametrize("register", [_hook_of_a_module, _hook_of_a_result, _hook_that_is_removed])
+def test_hooks_that_a_recomputation_registers_change_no_plan(register: Callable[..., None]) -> None:
+    net, seen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), list[Any]()
+    register(net[1], seen)
+    steps: list[Any] = []
+
+    def step() -> None:
+        x = _leaf()
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+        steps.append([*seen, x.grad.tolist()])
+        seen.clear()
+
+    step()
+    with retrograd.compiled_autograd(backend="eager"):
+        step()
+        plans = retrograd.counters["plans"]
+        step()
+    assert steps[0] == steps[1] == steps[2]
+    assert retrograd.counters["plans"] == plans

@@ -25,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.hooks import RemovableHandle
 
 from retrograd.engine.collection import call_engine
-from retrograd.engine.request import EngineRequest, edge_of, leaf_of
+from retrograd.engine.request import EngineRequest, LiveBackward, edge_of, leaf_of
 from retrograd.engine.stock_entry import window
 from retrograd.errors import Escape
 from retrograd.facts.patches import Handler, handle
@@ -140,8 +140,8 @@ def outside_of_graph_task(body: Callable[[], Any], create_graph: bool) -> Any:
 class LateHook:
     """A hook registered on gradient `slot` of `node` while a plan runs.
 
-    `number` is the id of its handle, or None if it has no handle. torch does not tell us on which node a
-    node's hook is registered: `node` is None until `HookChanges.take` finds the node whose hooks are `hooks`.
+    `number` is the id of its handle, or None if it has no handle. torch does not tell us on which node of C++
+    a hook is registered: `node` is None until `HookChanges.take` finds the node whose hooks are `hooks`.
     """
 
     kind: HookKind
@@ -186,9 +186,11 @@ _edge_of = without_torch_functions(edge_of)  # modes of the user must not see wh
 
 @dataclass(eq=False)
 class HookChanges:
-    """Hooks registered and removed since the last `take`, for a plan on this `thread`."""
+    """Hooks registered and removed since the last `take`, for a plan of `backward` on this `thread`. Those on
+    nodes of other graphs are left out, such as what a checkpoint's recomputation registers."""
 
     thread: int = 0
+    backward: LiveBackward | None = None
     late: list[LateHook] = field(default_factory=list)
     removed: list[RemovedHook] = field(default_factory=list)
 
@@ -208,13 +210,19 @@ class HookChanges:
                 late[place] = replace(one, kind=kind, node=node)
         return [one for one in late if one.node is not None], removed
 
+    def came(self, late: LateHook) -> None:
+        """Record a hook that was registered."""
+        if self.backward is None or late.node is None or self.backward.has(late.node):
+            self.late.append(late)
+
     def went(self, gone: RemovedHook, number: int) -> None:
         """Record that the hook whose handle has this number was removed. If it was registered since the last
         `take`, the two cancel. We compare the hook as well as its number: torch counts handles without a
         lock, so two threads may get one number."""
         count = len(self.late)
         self.late = [late for late in self.late if (late.hook, late.number) != (gone.hook, number)]
-        if len(self.late) == count:
+        known = self.backward is None or gone.edge is None or self.backward.has_numbered(gone.edge[0])
+        if len(self.late) == count and known:
             self.removed.append(gone)
 
 
@@ -224,10 +232,13 @@ _ASKING = object()
 
 
 class watching:
-    """Collect hook changes until the end of the block."""
+    """Collect the hook changes of a backward until the end of the block."""
+
+    def __init__(self, backward: LiveBackward) -> None:
+        self._backward = backward
 
     def __enter__(self) -> HookChanges:
-        self._changes = HookChanges(threading.get_ident())
+        self._changes = HookChanges(threading.get_ident(), self._backward)
         _watched.append(self._changes)
         return self._changes
 
@@ -264,7 +275,7 @@ def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
 def _came(late: LateHook) -> None:
     """Tell all running plans of a hook."""
     for changes in tuple(_watched):
-        changes.late.append(late)
+        changes.came(late)
 
 
 def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
@@ -290,8 +301,28 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
             raise Escape(hooks)
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        _came(LateHook(HookKind.NODE_POST, None, 0, hook, handle.id, hooks))
+        _came(LateHook(*_registering_here.on, 0, hook, handle.id, hooks))
         return hooks, handle
+
+    return register
+
+
+class _RegisteringHere(threading.local):
+    """The node of Python on which this thread registers a hook, and the hook's kind."""
+
+    on: tuple[HookKind, Any] = (HookKind.NODE_POST, None)
+
+
+_registering_here = _RegisteringHere()
+
+
+def _registering_on_python_node(kind: HookKind) -> Handler:
+    def register(original: Callable[..., Any], node: Any, hook: Any) -> Any:
+        before, _registering_here.on = _registering_here.on, (kind, node)
+        try:
+            return original(node, hook)
+        finally:
+            _registering_here.on = before
 
     return register
 
@@ -337,6 +368,8 @@ def watch_hooks(on_hook: OnHook) -> None:
     handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, on_hook))
     handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, on_hook))
     handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(on_hook))
+    for kind, name in (HookKind.NODE_PRE, "register_prehook"), (HookKind.NODE_POST, "register_hook"):
+        handle(f"torch.autograd.function:BackwardCFunction.{name}", _registering_on_python_node(kind))
     handle("torch:Tensor.retain_grad", _retaining)
     handle("torch.utils.hooks:RemovableHandle.remove", _removing)
 

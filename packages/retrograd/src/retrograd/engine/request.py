@@ -325,6 +325,18 @@ class LiveBackward:
         """The autograd node that eager would be executing."""
         return self.node_calls[self.node_call]
 
+    def has(self, node: Any) -> bool:
+        """Whether the live graph has this autograd node."""
+        return node in self._places
+
+    def has_numbered(self, number: int) -> bool:
+        """Whether the live graph has a node of this sequence number."""
+        return number in self._numbers
+
+    @cached_property
+    def _numbers(self) -> frozenset[int]:
+        return frozenset(node._sequence_nr() for node in self.inner_nodes)
+
     def will_execute(self, node: Any) -> bool:
         """Whether eager reports that this backward executes `node`. If there is only one root, eager answers
         False for its node: ``Engine::compute_dependencies`` then uses that node as the ``GraphRoot``.

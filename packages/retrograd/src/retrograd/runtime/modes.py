@@ -196,7 +196,7 @@ _KEPT_DEVICES = ("cpu", "cuda")
 
 
 def _kept_modes() -> KeptModes:
-    return (torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in _KEPT_DEVICES))
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _KEPT_DEVICES)
 
 
 def _switch(now: KeptModes, to: KeptModes) -> None:

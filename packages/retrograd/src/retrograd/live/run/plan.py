@@ -168,7 +168,7 @@ class Plan:
             take_finished()
         self.report.runs += 1
         counters["runs"] += 1
-        with watching() if self.runs_user_code else _NO_CHANGES as changes:
+        with watching(backward) if self.runs_user_code else _NO_CHANGES as changes:
             return self._run(call, backward, changes)
 
     def _run(self, call: Collected, backward: LiveBackward, changes: HookChanges) -> list[Any]:
