@@ -125,6 +125,17 @@ def test_what_a_compiled_forward_brings_is_compiled_already(
     assert ("compiled-already" in str(retrograd.explain().notes)) == (runs == 0)
 
 
+def test_the_report_says_that_backwards_are_measured_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AtenBackend, "for_speed", True)
+    x = torch.ones(2, requires_grad=True)
+    with retrograd.compiled_autograd(backend="aten") as compiled:
+        for _ in range(pace.STEADY + 6):
+            x.sin().cos().exp().sum().backward()
+    assert compiled.explain().backwards[0].runs < pace.STEADY + 6
+    assert "[measured]" in str(compiled.explain())
+    assert not compiled.explain().fallbacks
+
+
 def paced(
     short: float, monkeypatch: pytest.MonkeyPatch, compiled: list[float], eager: float
 ) -> tuple[pace.Pace, list[bool]]:

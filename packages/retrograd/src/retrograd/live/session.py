@@ -110,6 +110,8 @@ class Session:
             return run_stock(asked)
         if pace.disabled is not None:
             return self._fall_back(asked, pace.disabled)
+        if not is_compiled:
+            self._report.recorded(_MEASURED, warn=False)
         with pace.timed(is_compiled, _compilations):
             return self._run(asked) if is_compiled else run_stock(asked)
 
@@ -352,6 +354,7 @@ _WAY_OUT = {
     "transform": "torch.autograd.grad, or .backward()",
     "differentiable": "nothing to do: the backward through what it leaves behind is compiled",
     "nested-small": "nothing to do; strict=True captures nevertheless",
+    "measured": "nothing to do; strict=True, or torch.use_deterministic_algorithms(True), measures nothing",
     "compiled-already": "nothing to do; strict=True captures nevertheless",
     "engine-busy": "run the backwards of several threads one after the other to have them compiled",
 }
@@ -369,6 +372,10 @@ _DIFFERENTIABLE = _reason(
 _SMALL_NESTED = _reason(
     "nested-small",
     "a backward inside another has so few nodes that torch's engine runs it sooner than it is collected",
+)
+
+_MEASURED = _reason(
+    "measured", "some backwards ran on torch's engine, to compare its time with compiled code's"
 )
 
 _COMPILED_ALREADY = _reason(
