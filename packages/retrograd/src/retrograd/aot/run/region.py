@@ -136,7 +136,7 @@ class RegionCode:
         self._counts = [0 if gradient is None else gradient.count for gradient in self._gradients]
         self._read = SavedTensors(partition, number, self._counts)
         self._has_effects = self._graph.summary.has_effects_besides_random
-        #: True if a re-run in eager mode would draw other random numbers than the forward did.
+        #: not empty if a re-run in eager mode would draw other random numbers than the forward did.
         self._draws_otherwise = find_backend(config.backend).draws_otherwise(partition.ahead.summary.targets)
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
@@ -427,7 +427,8 @@ class RegionCode:
             else "they get gradients, or run under modes, of another kind than captured"
         )
         if self._draws_otherwise and any(cotangent is not None for cotangent in cotangents):
-            raise draws_otherwise(self._partition.joint.state.name, self.why_rerun)
+            name = self._partition.joint.state.name
+            raise draws_otherwise(name, self.why_rerun, self._draws_otherwise)
         given: dict[int | Edge, Any] = dict(inside)
         given.update(zip(self.roots, cotangents, strict=True))
         wanted = None
