@@ -2,8 +2,7 @@
 
 `ModuleState`. In: modules, and objects of plain classes. Out: the modules' parameters and buffers (a tied one
 once). It can replace them during a call, and checks that what a capture relies on has not changed: structure,
-``training`` flags, hooks, attributes, and the contents of attributes that are short lists, dictionaries or
-sets.
+``training`` flags, hooks, and attributes (see `aot.holdings`).
 
 `FlatCall`. In: a function, a `ModuleState`, and how the arguments are nested. Out: a callable on flat inputs,
 with a name and a kind for each input.
@@ -15,8 +14,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,10 +22,10 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from retrograd.aot.tracer_leaks import MOST_ITEMS, OF_ALL_MODULES, may_hide, unchanged
+from retrograd.aot.holdings import Holdings
+from retrograd.aot.tracer_leaks import may_hide, unchanged
 from retrograd.errors import CaptureError, not_representable
 from retrograd.graph.joint import PrimalKind
-from retrograd.graph.structure import is_same
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import is_wrapper
 from retrograd.trace import FirstRun
@@ -43,15 +40,11 @@ def hooks_of_all_modules() -> list[int]:
     return [key for name in _GLOBAL_HOOKS for key in getattr(torch_module, name)]
 
 
-#: classes whose attributes say nothing of what a function computes, or are looked at elsewhere.
-_KNOWN = (torch.Tensor, type, partial, BuiltinFunctionType, FunctionType, MethodType, ModuleType)
-
-
 class ModuleState:
     """The tensors and settings of some modules, and the attributes of other objects.
 
     Args:
-        given: modules, and other objects. The modules that these hold as attributes belong to it, too.
+        given: modules, and other objects. The modules that these hold belong to it, too.
 
     Attributes:
         names, kinds, tensors: the name, kind and value of each tensor; parameters come first.
@@ -70,9 +63,8 @@ class ModuleState:
     def __init__(self, *given: Any) -> None:
         found: dict[int, tuple[str, PrimalKind, torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
         both = {PrimalKind.PARAMETER: "_parameters", PrimalKind.BUFFER: "_buffers"}
-        objects = [one for one in given if not isinstance(one, nn.Module)]
-        roots = [one for one in given if isinstance(one, nn.Module)]
-        roots += [value for one in objects for value in vars(one).values() if isinstance(value, nn.Module)]
+        self._holdings = Holdings(*given)
+        roots = self._holdings.modules
         for (kind, attribute), (number, root) in itertools.product(both.items(), enumerate(roots)):
             for path, child in root.named_modules(prefix=f"module {number}" if number else ""):
                 holder: dict[str, Any] = getattr(child, attribute)
@@ -95,13 +87,6 @@ class ModuleState:
         )
         self.given, self.token = given, object()
         self._modules = tuple(dict.fromkeys(child for root in roots for child in root.modules()))
-        self._holders = *self._modules, *objects
-        self._attributes = [
-            (vars(holder), key, _copied(value))
-            for holder in self._holders
-            for key, value in vars(holder).items()
-            if key not in OF_ALL_MODULES
-        ]
         self._structure = self._structure_now()
         self._hooks_seen, self._hooked = -1, list[nn.Module]()
 
@@ -121,7 +106,7 @@ class ModuleState:
                 if len(places) > 1
                 for holder, key in places[1:]
             )
-            and all(is_same(holder.get(key), value) for holder, key, value in self._attributes)
+            and self._holdings.are_same()
         )
 
     def _structure_now(self) -> tuple[Any, ...]:
@@ -135,7 +120,7 @@ class ModuleState:
                 )
                 for module in self._modules
             ]
-        ) + tuple([len(vars(holder)) for holder in self._holders])
+        )
 
     def switches(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
@@ -168,21 +153,8 @@ class ModuleState:
                     holder[key] = tensor
 
 
-def has_attributes(value: Any) -> bool:
-    """Whether a function that is given `value` may read attributes of it that were set on it: whether it is a
-    module, or an object of a plain class."""
-    return hasattr(value, "__dict__") and not isinstance(value, _KNOWN)
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS_OF_A_MODULE)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a short list, dictionary or set, to detect changes in place. Longer ones are constants, like
-    objects."""
-    is_short = type(value) in (list, dict, set) and len(value) <= MOST_ITEMS
-    return type(value)(value) if is_short else value
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from retrograd.aot.compiler import find_named, run_stages
-from retrograd.aot.modules import FlatCall, ModuleState, has_attributes
+from retrograd.aot.holdings import has_attributes
+from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.aot.state import Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy, check, checked
@@ -221,10 +222,9 @@ def function(  # noqa: PLR0913 - one parameter per option
 
     - tensors: their metadata, and how they share memory if `fn` writes to one of them;
     - numbers, strings and NumPy arrays by value, containers by their contents, other objects by identity;
-    - `fn` and arguments that are modules: structure, ``training`` flags, hooks, attributes, and the contents
-      of attributes that are short lists, dictionaries or sets;
-    - an argument of a plain class, such as `self` of a method: its attributes, like a module's, and modules
-      among them;
+    - `fn` and arguments that are modules: structure, ``training`` flags, hooks and attributes;
+    - an argument of a plain class, such as `self` of a method: its attributes, and modules among them;
+    - what such attributes hold: objects of the same packages, short containers and small arrays;
     - the thread's modes.
 
     Tensors that `fn` closes over are inputs like any other, and get gradients if they require grad.

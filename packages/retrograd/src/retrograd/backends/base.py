@@ -97,10 +97,10 @@ class Backend:
         """
         return draw_from_state(graph, node)
 
-    def draws_otherwise(self, targets: Collection[str]) -> bool:
-        """Whether code for calls of `targets` gets other random numbers than eager's kernels from the same
-        state of a generator."""
-        return False
+    def draws_otherwise(self, targets: Collection[str]) -> str:
+        """How to make code for calls of `targets` get eager's random numbers, for an error. Empty if it gets
+        the numbers that eager's kernels get from the same state of a generator."""
+        return ""
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         """A backend for subgraphs of `graph` that inherits whole-graph decisions, such as memory format."""

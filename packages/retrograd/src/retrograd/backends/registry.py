@@ -56,6 +56,10 @@ class EagerBackend(AtenBackend):
     for_speed = False
 
 
+#: the setting with which Inductor's code draws eager's random numbers.
+_LIKE_EAGER = "torch._inductor.config.fallback_random = True, before it is compiled"
+
+
 class InductorBackend(Backend):
     """Compiles through ``compile_fx_inner`` with Inductor's decompositions, without Dynamo or AOTAutograd.
 
@@ -88,9 +92,9 @@ class InductorBackend(Backend):
         with patched(self.settings):
             return draw_from_seed(graph, node) if draws_own_numbers() else super().redraw(graph, node)
 
-    def draws_otherwise(self, targets: Collection[str]) -> bool:
+    def draws_otherwise(self, targets: Collection[str]) -> str:
         with patched(self.settings):
-            return has_own_numbers(targets)
+            return _LIKE_EAGER if has_own_numbers(targets) else ""
 
     def for_parts_of(self, graph: LazyGraph, half: GraphKind) -> Backend:
         with patched(self.settings):

@@ -37,11 +37,11 @@ def saved_name(node: Any, hook: Callable[..., Any], packed: Any) -> str | None:
 
 
 class AsSaved:
-    """Inside, tensors have the versions that they had when this object was made. Saved tensors that user code
-    has modified since can then be released, though not read."""
+    """Inside, tensors have the given versions: by default, those that they had when this object was made.
+    Saved tensors that user code has modified since can then be released, and nothing checks them."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        versions = zip(values, versions_of(values), strict=True)
+    def __init__(self, values: Sequence[Any], known: Sequence[int | None] | None = None) -> None:
+        versions = zip(values, versions_of(values) if known is None else known, strict=True)
         self._before = [(value, version) for value, version in versions if version is not None]
         self._now: list[tuple[torch.Tensor, int]] = []
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from retrograd.config import Config
 from retrograd.errors import name_of
@@ -45,7 +46,17 @@ class Decorated:
             return self
         if torch.compiler.is_dynamo_compiling():  # Dynamo inlines the function, and cannot make a MethodType
             return self.fn.__get__(owner, cls)
-        return types.MethodType(self, owner)
+        return types.MethodType(self._function, owner)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        """This callable as a function. Dynamo asks in which file a method's function is defined."""
+
+        @functools.wraps(self.fn)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return method
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By name, if the name of `fn` leads to this, as after decoration: a copy is this object itself, as a
@@ -59,3 +70,9 @@ class Decorated:
         if is_named:
             return pkgutil.resolve_name, (f"{module}:{name}",)
         return type(self), (self.fn, self.config)
+
+
+# Compiled alone, this frame would look up the attribute that it is called for, and never end.
+set_code_exec_strategy(
+    Decorated.__get__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+)

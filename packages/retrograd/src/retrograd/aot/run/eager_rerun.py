@@ -96,14 +96,14 @@ def why_not_rerun(joint: JointValues, number: int, call: ReplayRecord) -> Runtim
     return None
 
 
-def draws_otherwise(name: str, why: str) -> CaptureError:
+def draws_otherwise(name: str, why: str, way_out: str) -> CaptureError:
     """The error of a call of `name` that must be re-run, since `why`, but would get other random numbers."""
     return CaptureError.because(
         "call-not-repeatable",
-        f"the gradients of {name} must be computed in eager mode, since {why}; but its forward drew random "
-        "numbers of Inductor's, not eager's",
+        f"the gradients of {name} must be computed in eager mode, since {why}; but its forward drew other "
+        "random numbers than eager would",
         "aot.run_backward",
-        way_out="torch._inductor.config.fallback_random = True, before it is compiled",
+        way_out=way_out,
     )
 
 

@@ -12,7 +12,9 @@ torch stores the cotangents of eager's nodes in between. A region is a single no
   They depend on a cotangent, or a checkpoint recomputes them. Any other value that both graphs read is
   recomputed, as the partition has chosen: storing it would take more memory than eager does.
 - A `CarriedValues` on the node's context holds them. A later graph reads them if its cotangents are the same
-  tensors, unchanged, and so is what a checkpoint reads. Otherwise it computes everything itself.
+  tensors, unchanged, and so is what a checkpoint reads. Otherwise it computes everything itself. The second
+  half of torch's pipelines also reads them if a cotangent has changed. In eager it starts from gradients that
+  the first half has stored, so the new elements only count where eager stores the cotangent itself.
 - Carried values are dropped when they are read, when the autograd graph is released, and when a cotangent is
   freed. If nothing reads them, as in a program that computes a Jacobian row by row, we soon stop returning
   them.
@@ -33,8 +35,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from retrograd.aot.extraction import copied_call, extract, is_recomputed, needed_between
-from retrograd.engine import checkpoint_is_valid, versions_of, will_run
+from retrograd.aot.extraction import copied_call, extract, is_backward, is_recomputed, needed_between
+from retrograd.engine import AsSaved, checkpoint_is_valid, versions_of, will_run
 from retrograd.graph.aliases import memory_owners
 from retrograd.graph.fx import (
     arguments_of,
@@ -45,10 +47,15 @@ from retrograd.graph.fx import (
     lazy_graph,
 )
 from retrograd.graph.joint import output_values
+from retrograd.graph.joint_graph import Partition
 from retrograd.graph.lazy import LazyGraph
 from retrograd.graph.reach import bits_reaching, reached
 from retrograd.policy import MOST_UNREAD
 from retrograd.process import cached_property
+from retrograd.runtime.subclass import is_wrapper
+
+#: the module whose hooks store cotangents in the first half of a split backward.
+_PIPELINES = "torch.distributed.pipelining._backward"
 
 #: for each gradient of a region, whether it is requested.
 Requested = tuple[bool, ...]
@@ -140,6 +147,13 @@ class PrunedGraphs:
         made.recompile()
         return lazy_graph(made, [*self._graph.summary.inputs, *(node.meta["val"] for node in known)])
 
+    def checked(self, wanted: Requested) -> set[str]:
+        """The names of the inputs that eager reads or checks for the gradients `wanted`. A node of eager's
+        that runs checks all that it has saved, also what only its other gradients need."""
+        run = {n.meta.get("seq_nr") for n in needed_between((), self._outputs(wanted)) if is_backward(n)}
+        nodes = [n for n in self._graph.gm.graph.nodes if is_backward(n) and n.meta.get("seq_nr") in run]
+        return {node.name for node in needed_between((), nodes)}
+
     def _outputs(self, wanted: Requested) -> list[Any]:
         """The outputs of the complete graph that make up these gradients."""
         flags = [flag for flag, count in zip(wanted, self._counts, strict=True) for _ in range(count)]
@@ -156,8 +170,10 @@ class CarriedValues:
     Args:
         graphs, wanted: the graph that returns them.
         names: of the values.
-        cotangents: those of the first backward.
-        watched: the cotangents, and other tensors; the values are not used if one of these has changed.
+        ctx: the node's context. If a tensor that it holds without a version check has changed, the values are
+            not used.
+        cotangents: those of the first backward. If one has changed, the values are not used, except by
+            the second half of a split backward.
 
     Attributes:
         values: one sequence with all of them. Empty before the graph has run, and when they are no longer
@@ -165,34 +181,37 @@ class CarriedValues:
     """
 
     def __init__(
-        self,
-        graphs: PrunedGraphs,
-        wanted: Requested,
-        names: Sequence[str],
-        cotangents: Cotangents,
-        watched: Cotangents,
+        self, graphs: PrunedGraphs, wanted: Requested, names: Sequence[str], ctx: Any, cotangents: Cotangents
     ) -> None:
         self.names, self.values, self._is_read = tuple(names), list[Any](), False
-        self._graphs, self._wanted = graphs, wanted
+        self._graphs, self._wanted, self._is_split = graphs, wanted, _is_split(ctx)
         forget = partial(_clear, self.values)  # a method would make a reference cycle
-        self._cotangents = [None if c is None else weakref.ref(c, forget) for c in cotangents]
-        self._versions = _versions(watched)
+        tensors, self._versions = self._now(ctx, cotangents)
+        self._tensors = [None if tensor is None else weakref.ref(tensor, forget) for tensor in tensors]
+
+    def _now(self, ctx: Any, cotangents: Cotangents) -> tuple[Cotangents, Sequence[int | None] | None]:
+        """The tensors that must be the same ones later, and the versions that must be the same."""
+        tensors = [*cotangents] if self._is_split else _with_inner(cotangents)
+        read = _with_inner([value for value in ctx.numbers if isinstance(value, torch.Tensor)])
+        return tensors, _versions(read if self._is_split else [*tensors, *read])
 
     def __del__(self) -> None:
         if not self._is_read:
             self._graphs.unread[self._wanted] += 1
 
     def take(
-        self, graphs: PrunedGraphs, wanted: Requested, cotangents: Cotangents, watched: Cotangents
+        self, graphs: PrunedGraphs, wanted: Requested, ctx: Any, cotangents: Cotangents
     ) -> Sequence[Any] | None:
         """The values, if the gradients `wanted` for these cotangents can be computed from them; else None."""
-        before = [None if cotangent is None else cotangent() for cotangent in self._cotangents]
+        before = [None if tensor is None else tensor() for tensor in self._tensors]
+        tensors, versions = self._now(ctx, cotangents)
         if (
             graphs is not self._graphs
             or any(map(operator.and_, wanted, self._wanted))
-            or any(map(operator.is_not, before, cotangents))
-            or self._versions is None
-            or self._versions != _versions(watched)
+            or len(before) != len(tensors)
+            or any(map(operator.is_not, before, tensors))
+            or versions is None
+            or versions != self._versions
         ):
             return None
         try:
@@ -208,10 +227,72 @@ def _clear(values: list[Any], cotangent: Any) -> None:
     values.clear()
 
 
+def _with_inner(values: Cotangents) -> Cotangents:
+    """The tensors, and after them those inside subclasses, at every level: each has its own version."""
+    found: list[Any] = [*values]
+    for value in found:  # grows while it is read
+        if is_wrapper(value):
+            inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+            found += [part for part in inner if isinstance(part, torch.Tensor)]
+    return found
+
+
 def _versions(values: Cotangents) -> Sequence[int | None] | None:
     """The versions of the tensors. None if one has no version, so that a change would go unnoticed."""
     versions = versions_of([value for value in values if value is not None])
     return None if None in versions else versions
+
+
+def _is_split(ctx: Any) -> bool:
+    """Whether torch's pipelines run the first half of a backward, and a hook stores the cotangents of the
+    node `ctx`. They detach the results that lead to the node, so that only the second half reaches it."""
+    handle = ctx.register_prehook(_clear)  # never called: only a handle shows a node's hooks
+    hooks = handle.hooks_dict_ref() or {}
+    handle.remove()
+    return any(getattr(hook, "__module__", "") == _PIPELINES for hook in hooks.values())
+
+
+class SavedTensors:
+    """Reads what the calls of one region have saved.
+
+    Args:
+        partition: the partition.
+        number: of the region.
+        counts: as in `PrunedGraphs`.
+    """
+
+    def __init__(self, partition: Partition, number: int, counts: Sequence[int]) -> None:
+        self._partition, self._number, self._counts = partition, number, counts
+        self._unread: dict[Requested, list[int]] = {}
+
+    def __call__(self, ctx: Any, wanted: Requested | None) -> Sequence[torch.Tensor]:
+        """The saved tensors. Primals that eager does not check for the gradients `wanted` may have changed.
+
+        Raises:
+            RuntimeError: they were released, or one was changed in place.
+        """
+        try:
+            return ctx.saved_tensors
+        except RuntimeError:
+            if wanted is None or ctx.replay_record is None:
+                raise
+        if wanted not in self._unread:
+            self._unread[wanted] = self._find_unread(wanted)
+        call, unread = ctx.replay_record, self._unread[wanted]
+        with AsSaved([call.primals[n] for n in unread], [call.versions[n] for n in unread]):
+            return ctx.saved_tensors
+
+    def _find_unread(self, wanted: Requested) -> list[int]:
+        """The primals whose memory only saved tensors share that the request does not read."""
+        joint, backward = self._partition.joint, self._partition.backwards[self._number]
+        owners = {node.name: found for node, found in memory_owners(joint.gm.graph.nodes).items()}
+        read = PrunedGraphs(backward.graph, len(backward.saved), self._counts).checked(wanted)
+        kept: dict[bool, set[fx.Node]] = {True: set(), False: set()}
+        for i in backward.saved:
+            name = self._partition.saved[i].name
+            kept[name in read] |= owners.get(name, set())
+        inputs = zip(joint.gm.graph.find_nodes(op="placeholder"), joint.signature.primals, strict=False)
+        return [role.index for node, role in inputs if node in kept[False] - kept[True]]
 
 
 def _results_of(call: fx.Node) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from retrograd.aot.modules import hooks_of_all_modules
 from retrograd.aot.run.cotangents import ExpectedTangent, Strides, traced_for
 from retrograd.aot.run.eager_rerun import draws_otherwise, rerun_region, why_not_rerun
 from retrograd.aot.run.lowering import begin_in_processes, is_ready, still_compiling
-from retrograd.aot.run.pruned import CarriedValues, PrunedGraphs, Requested, requested
+from retrograd.aot.run.pruned import CarriedValues, PrunedGraphs, Requested, SavedTensors, requested
 from retrograd.aot.run.recording import lower_half, may_replay
 from retrograd.backends.base import Backend, Boxed, GraphKind
 from retrograd.backends.registry import AtenBackend, EagerBackend, find_backend
@@ -134,8 +134,9 @@ class RegionCode:
         self._graph = self._backward.graph
         #: the number of the graph's results that make up each gradient.
         self._counts = [0 if gradient is None else gradient.count for gradient in self._gradients]
+        self._read = SavedTensors(partition, number, self._counts)
         self._has_effects = self._graph.summary.has_effects_besides_random
-        #: True if a re-run in eager mode would draw other random numbers than the forward did.
+        #: not empty if a re-run in eager mode would draw other random numbers than the forward did.
         self._draws_otherwise = find_backend(config.backend).draws_otherwise(partition.ahead.summary.targets)
         self.reruns, self.why_rerun = 0, ""
         is_static = all(expected.is_static for expected in self._expected)
@@ -167,7 +168,7 @@ class RegionCode:
         are_undefined = not inside and all(cotangent is None for cotangent in cotangents)
         if are_undefined and not self._has_functions:
             return [None] * len(self.destinations)
-        saved = ctx.saved_tensors if self._saves else ()  # a region that saves nothing may run repeatedly
+        saved = self._read(ctx, wanted) if self._saves else ()  # one that saves nothing may run repeatedly
         if by_nodes or are_undefined or self._is_barred():
             return self._as_eager(ctx, cotangents, inside)
         autocast, is_batch = ThreadModes.autocast_now(), any(map(is_batched, cotangents))
@@ -230,9 +231,7 @@ class RegionCode:
         if not graphs.can_be_pruned or not any(gradients):
             return code, None
         before = ctx.carried
-        # values without a version check: the user may change them, and carried values would be out of date
-        watched = [*cotangents, *(value for value in ctx.numbers if isinstance(value, torch.Tensor))]
-        taken = None if before is None else before.take(graphs, wanted, cotangents, watched)
+        taken = None if before is None else before.take(graphs, wanted, ctx, cotangents)
         given = () if taken is None else before.names
         # A step of one network between two requests may change its weights by ``.data``, without a version.
         carries = graph_is_kept() and taken is None and not leads_to_parameter(ctx, wanted)
@@ -243,7 +242,7 @@ class RegionCode:
                 return code, None
             code.codes[key] = _Code(graphs.pruned(*key), gradients)
         args += taken or ()
-        carried = CarriedValues(graphs, wanted, returned, cotangents, watched) if returned else None
+        carried = CarriedValues(graphs, wanted, returned, ctx, cotangents) if returned else None
         return code.codes[key], carried
 
     @cached_property
@@ -428,7 +427,8 @@ class RegionCode:
             else "they get gradients, or run under modes, of another kind than captured"
         )
         if self._draws_otherwise and any(cotangent is not None for cotangent in cotangents):
-            raise draws_otherwise(self._partition.joint.state.name, self.why_rerun)
+            name = self._partition.joint.state.name
+            raise draws_otherwise(name, self.why_rerun, self._draws_otherwise)
         given: dict[int | Edge, Any] = dict(inside)
         given.update(zip(self.roots, cotangents, strict=True))
         wanted = None
