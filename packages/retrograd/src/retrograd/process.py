@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
 Forget = TypeVar("Forget", bound=Callable[[], object])
 Entry = TypeVar("Entry")
 T = TypeVar("T")
@@ -70,15 +72,18 @@ def restore_after_errors(read: Callable[[], T], restore: Callable[[T], object]) 
 
 def restored_on_error(body: Callable[..., T], *args: Any) -> T:
     """Return ``body(*args)``. If it raises, at whatever instruction, restore the state of this thread."""
-    before = [read() for read, _ in _thread_states]
+    frames, before = get_eval_frame_callback(), [read() for read, _ in _thread_states]
     try:
         try:
             return body(*args)
         except BaseException:
+            # Dynamo may be on. It leaves out `restore_saved`, and is on again when that returns.
+            set_eval_frame(frames)
             restore_saved(before)
             raise
     except BaseException:
-        restore_saved(before)  # an interrupt may have cut the first attempt short
+        set_eval_frame(frames)  # an interrupt may have cut the first attempt short
+        restore_saved(before)
         raise
 
 

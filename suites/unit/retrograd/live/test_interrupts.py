@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch._C._dynamo import compiled_autograd as engine_protocol
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch._dynamo import compiled_autograd as stock
+from torch._dynamo.types import ConvertFrameReturn
 
 import retrograd
 from gradparity.checks.interrupts import Run, deliver, engine_is_free, switches
@@ -117,6 +119,21 @@ def test_an_interrupted_backward_leaves_nothing_behind(programs: Programs, name:
     for _ in range(4):
         prepared()()
     assert interrupted(prepared, 60) > 50
+
+
+def test_dynamo_is_off_after_an_error_that_found_it_on() -> None:
+    """In torch's wrapper, one instruction lies between Dynamo's start and the block that ends it."""
+
+    def body() -> None:
+        set_eval_frame(lambda *_: ConvertFrameReturn())
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            process.restored_on_error(body)
+        assert get_eval_frame_callback() is None
+    finally:
+        set_eval_frame(None)
 
 
 def test_an_interrupted_capture_and_lowering_leave_nothing_behind(programs: Programs) -> None:

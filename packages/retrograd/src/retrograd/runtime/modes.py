@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch._C._functorch import (
     get_dynamic_layer_stack_depth,
     pop_dynamic_layer_stack_and_undo_to_depth,
@@ -214,15 +213,13 @@ def _switches() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         get_dynamic_layer_stack_depth(),
-        get_eval_frame_callback(),
         torch.is_grad_enabled(),
         torch._C._is_any_autocast_enabled() and _kept_modes(),
     )
 
 
 def _switch_back(before: tuple[Any, ...]) -> None:
-    functions, multithreading, dispatching, taking_over, levels, frames, grad, kept = before
-    set_eval_frame(frames)
+    functions, multithreading, dispatching, taking_over, levels, grad, kept = before
     torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
     torch._C._set_multithreading_enabled(multithreading)
     while torch._C._len_torch_dispatch_stack() > dispatching:
