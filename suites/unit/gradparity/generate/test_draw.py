@@ -150,6 +150,16 @@ def test_a_campaign_begins_with_each_policy_once() -> None:
     assert Counter(ROTATION) == {name: policy.turns for name, policy in POLICIES.items()}
 
 
+def test_a_few_programs_take_rows_of_every_long_table() -> None:
+    """Tables from which other programs take one row or two."""
+    sources = "".join(drawn("operators", seed).source for seed in range(3))
+    found = {name: 0 for name in ("convolution", "scatter", "move", "solve")}
+    for name in found:
+        calls = {match[0] for row in TABLES[name] if (match := re.match(r"[\w.]+\(", row))}
+        found[name] = sum(call in sources for call in calls)
+    assert min(found.values()) >= 2, found
+
+
 def test_inputs_hold_extreme_numbers_where_a_policy_wants_them() -> None:
     sources = [drawn("extremes", seed).source for seed in range(12)]
     for text in (".round().log()", "(1 / p.randn("):
