@@ -82,7 +82,7 @@ _ALL = (
     ),
     Policy(
         "operators",
-        "many operators beside each other, each on inputs, of tables that other programs take little from",
+        "many operators, each on inputs, from tables that other programs take little from",
         {
             "convolution": 4, "scatter": 4, "move": 3, "index": 2.5, "solve": 2.5, "linear": 2, "attention": 2, "reduction": 2,
             "unary": 2, "binary": 1, "factory": 2, "norm": 0.5,
@@ -219,7 +219,7 @@ _ALL = (
         {"random": 5, "relaid": 3, "unary": 2, "binary": 1, "view": 0.5, "checkpoint": 2, "reduction": 0.5},
         length=(1, 5),
         settings=RECOMPUTE,
-        called={"checkpoint": 0.4},
+        called={"checkpoint": 0.4, "again": 0.6},
         dtypes={"float32": 1},
         turns=4,
     ),
