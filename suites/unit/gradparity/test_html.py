@@ -96,6 +96,7 @@ def test_distinct_divergences_are_counted_and_texts_are_escaped() -> None:
     text = page(ROWS, [])
     assert "5 cases, 3 divergences, 2 distinct" in text
     assert "× 2 <code>aa</code>" in text
+    assert "× 1" not in text
     assert "far &lt;off&gt;" in text
 
 

@@ -42,7 +42,10 @@ def fill(scope: Scope, template: str) -> str | None:
         found = _operand(scope, wishes[name], bound)
         if found is None:
             return None
-        texts[name], bound[name] = found, eval(found, scope.env)
+        try:
+            texts[name], bound[name] = found, eval(found, scope.env)
+        except RuntimeError:
+            return None  # a view made under no_grad of what was changed since: nothing may read it
     for name in [each for each in wishes if each not in texts]:
         try:
             texts[name] = _number(scope, name, bound, texts)

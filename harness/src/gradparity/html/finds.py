@@ -83,10 +83,11 @@ def _find(group: list[Row], place: int) -> str:
     mark = " (expected)" if row.expected else ""
     colour = figures.COLOURS[row.verdict.value]
     stage = f" · {escape(row.where)}" if row.where else ""
+    times = f"× {len(group)} " if len(group) > 1 else ""
     head = (
         f'<span class="badge" style="background:{colour}">{row.verdict.value}</span> '
         f"<b>{escape(row.subject)}</b>{stage} {escape(row.case)}{mark} <i>{escape(row.symptom)}</i> "
-        f"× {len(group)} <code>{escape(row.signature)}</code>"
+        f"{times}<code>{escape(row.signature)}</code>"
     )
     data = {
         "verdict": row.verdict.value,

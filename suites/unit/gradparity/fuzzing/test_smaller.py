@@ -17,7 +17,7 @@ from gradparity.generate.draw import drawn_and_run
 from gradparity.verdict import Row, Verdict
 from gradparity.work import Task
 
-EFFORT = Effort("cpu", timeout=20.0, seconds=15.0)
+EFFORT = Effort("cpu", timeout=20.0, seconds=60.0)
 
 
 def campaign() -> FuzzSummary:

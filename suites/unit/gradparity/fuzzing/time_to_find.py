@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -47,7 +49,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 @dataclass(frozen=True)
 class Met:
     """When a fault was met. `case`: the program's address, "" if none met it; `cases`: how many were judged
-    before; `seconds`: of the clock; `processor_seconds`: of all processes of the campaign.
+    before; `seconds`: of the clock; `processor_seconds`: of all processes of the campaign; `load`: the
+    machine's average of the last minute, when the campaign began.
     """
 
     symptom: str
@@ -56,12 +59,13 @@ class Met:
     stocks_own: int
     seconds: float
     processor_seconds: float
+    load: float
 
 
 def time_to_find(fault: str) -> Met:
     """Runs a campaign until it meets the fault, or has used as much as a minute on two cores gives."""
     found: list[Find] = []
-    began, before = time.monotonic(), processor_seconds()
+    began, before, load = time.monotonic(), processor_seconds(), os.getloadavg()[0]
 
     def listen(summary: FuzzSummary, entry: Entry | None) -> None:
         found.extend(find for find in (*summary.begun.values(), *summary.finds) if shows_it(find))
@@ -74,7 +78,7 @@ def time_to_find(fault: str) -> Met:
     used, took = processor_seconds() - before, time.monotonic() - began
     symptom, case = (found[0].row.symptom, found[0].address) if found else ("", "")
     own = sum(row.stocks_own for row in summary.rows)
-    return Met(symptom, case, summary.cases, own, round(took, 1), round(used, 1))
+    return Met(symptom, case, summary.cases, own, round(took, 1), round(used, 1), round(load, 1))
 
 
 def shows_it(find: Find) -> bool:
@@ -86,6 +90,21 @@ def shows_it(find: Find) -> bool:
 def is_right(case: Case) -> bool:
     """Whether the backend without a fault runs this program as eager does, or as stock."""
     return not compare(program(case, CPU), resolve(place_of("right")), CPU).row.is_find
+
+
+def first_line() -> float:
+    """Seconds of the clock until the command says something."""
+    words = [sys.executable, "-m", "gradparity", "fuzz", "-s", place_of("right"), "--cases", "1"]
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen([*words, "-o", folder], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()
+        took = time.monotonic() - began
+        process.communicate()
+    return round(took, 1)
 
 
 def place_of(fault: str) -> str:
@@ -117,6 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
     held = json.loads(words.out.read_text()) if words.out.exists() else {"met": {}}
+    held["first_line_seconds"] = first_line()
     for fault in words.faults:
         met = time_to_find(fault)
         held["met"][fault] = asdict(met)

@@ -134,6 +134,17 @@ def _adds(row: str, seed: int, name: str) -> bool:
         return False
 
 
+def test_an_operand_that_nothing_may_read_any_more_fits_nowhere() -> None:
+    """Eager refuses a view made under no_grad whose base was changed, and whatever is computed of it."""
+    scope = Draft(Chance(Random(0)), POLICIES["grad_modes"]).outer()
+    scope.draft.params += [f"x{place}" for place in range(6)]
+    base = torch.ones(3, requires_grad=True) * 1
+    with torch.no_grad():
+        scope.env["v0"] = base.view(3)
+    base.mul_(2)
+    assert not any(add_row(scope, "{x:1d} + {y:as x}") for _ in range(20))
+
+
 def test_the_programs_of_a_round_go_through_all_rows() -> None:
     """Independent choices would leave out a third of them."""
     items = list(range(3 * HAND))
@@ -148,6 +159,16 @@ def test_the_programs_of_a_round_go_through_all_rows() -> None:
 def test_a_campaign_begins_with_each_policy_once() -> None:
     assert sorted(ROTATION[: len(POLICIES)]) == sorted(POLICIES)
     assert Counter(ROTATION) == {name: policy.turns for name, policy in POLICIES.items()}
+
+
+def test_a_few_programs_take_rows_of_every_long_table() -> None:
+    """Tables from which other programs take one row or two."""
+    sources = "".join(drawn("operators", seed).source for seed in range(3))
+    found = dict.fromkeys(("convolution", "scatter", "move", "solve"), 0)
+    for name in found:
+        calls = {match[0] for row in TABLES[name] if (match := re.match(r"[\w.]+\(", row))}
+        found[name] = sum(call in sources for call in calls)
+    assert min(found.values()) >= 2, found
 
 
 def test_inputs_hold_extreme_numbers_where_a_policy_wants_them() -> None:
