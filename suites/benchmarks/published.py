@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asv.benchmarks import Benchmarks
+from asv.commands.publish import Publish
 from asv.config import Config
 from asv.machine import Machine
 from asv.results import Results
@@ -113,5 +114,12 @@ def _last_change(file: Path) -> tuple[str, int]:
     return commit, int(seconds) * 1000
 
 
+def publish(config: Any) -> Path:
+    """Make the page in the folder that `config`, asv's configuration, names; returns the folder."""
+    save(config, quoted())
+    Publish.run(config)
+    return Path(config.html_dir)
+
+
 if __name__ == "__main__":
-    save(Config.load(), quoted())
+    print(publish(Config.load()))

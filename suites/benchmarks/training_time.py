@@ -1,10 +1,12 @@
 """Whole training steps for asv: compile time, run time and memory of each way to compile each model.
 
-What takes an hour on a GPU stands in `speed_table`; here are the models that say most for their time.
+The parameter is any model of `speed_table`. All of them take hours, so there are two, or those that the
+environment variable `BENCHMARK_MODELS` names, with commas between; `all` for all.
 """
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 from .fresh import MeasurementError, measure_cold_and_warm
@@ -12,7 +14,8 @@ from .subjects import DEVICES, leave_out, present
 from .trained_models import TRAINED
 from .training import WAYS
 
-MODELS = ("gpt2", "resnet50")
+CHOSEN = os.environ.get("BENCHMARK_MODELS", "")
+MODELS = [*TRAINED] if CHOSEN == "all" else (CHOSEN or "gpt2,resnet50").split(",")
 #: what a GPU compiles in a minute takes a CPU ten.
 ON_CPU = ("gpt2",)
 Found = dict[str, dict[str, dict[str, float]] | str]
@@ -21,7 +24,7 @@ Found = dict[str, dict[str, dict[str, float]] | str]
 class Training:
     """AdamW on three batches in turn. Parameters of another device, or of a missing package, say so."""
 
-    params: ClassVar = [list(MODELS), list(WAYS), ["cpu", "cuda"]]
+    params: ClassVar = [MODELS, list(WAYS), ["cpu", "cuda"]]
     param_names: ClassVar = ["model", "way", "device"]
     timeout = 300
 
@@ -63,9 +66,11 @@ class Training:
 
 
 def _measured(model: str, way: str, device: str) -> dict[str, dict[str, float]] | str:
+    if model not in TRAINED:
+        return f"BENCHMARK_MODELS names {model!r}; there are {', '.join(TRAINED)}"
     if not TRAINED[model].is_here:
         return f"{TRAINED[model].package} is not installed"
-    if device == "cpu" and model not in ON_CPU:
+    if device == "cpu" and model not in ON_CPU and not CHOSEN:
         return f"{model} is measured on a GPU"
     if device == "cpu" and way.endswith("reduce-overhead"):
         return "CUDA graphs need a GPU"

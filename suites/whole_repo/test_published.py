@@ -7,11 +7,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from asv.commands.publish import Publish
 from asv.config import Config
 
 from benchmarks.figures import Table
-from benchmarks.published import KINDS, ROOT, figures, quoted, save
+from benchmarks.published import KINDS, ROOT, figures, publish, quoted
 
 
 @pytest.fixture
@@ -20,9 +19,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = Config.load()
     config.results_dir, config.html_dir = str(tmp_path / "results"), str(tmp_path / "html")
     config.branches = ["HEAD"]
-    save(config, quoted())
-    Publish.run(config)
-    return tmp_path / "html"
+    return publish(config)
 
 
 def test_the_page_shows_what_the_documents_quote(page: Path) -> None:
