@@ -55,6 +55,7 @@ from retrograd.dynamo.eager_breaks import guard_module_hooks
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
+from retrograd.report import Report
 from retrograd.trace import hint_of, is_fake
 
 #: How often the conversion of one code object may fail. A first failure may be an accident, such as another
@@ -74,34 +75,34 @@ class _Callback:
         # Dynamo's C code and its cache of compiled frames identify a callback by these attributes.
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
         self.hooks = convert.hooks
-        self._convert, self._watch, self._are_numbers_exact = convert, watch, are_numbers_exact
+        self._convert, self.watch, self._are_numbers_exact = convert, watch, are_numbers_exact
         self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._lock = ForkSafeLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies, and for pickles of compiled modules."""
-        return type(self), (self._convert, self._watch, self._are_numbers_exact)
+        return type(self), (self._convert, self.watch, self._are_numbers_exact)
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code
-        if self._watch.runs_as_it_is(code):
+        if self.watch.runs_as_it_is(code):
             return _left_to_python(with_callees=True)
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()
         try:
             exactly = _exact_numbers() if self._are_numbers_exact else nullcontext()
-            with self._watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
+            with self.watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
-                self._watch.limited(code)
+                self.watch.limited(code)
             return result
         except _ASKED_FOR:
             raise
         except Exception as error:
             with self._lock:
                 self._failures[code] = self._failures.get(code, 0) + 1
-            self._watch.failed(code, error)
+            self.watch.failed(code, error)
             return _left_to_python()
 
 
@@ -189,6 +190,12 @@ def compiled_frames(
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled
+
+
+def report_behind(module: Any) -> Report | None:
+    """What was compiled for a module that `compiled_frames` made, or for a copy of one; None for others."""
+    callback = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
+    return callback.watch.report if isinstance(callback, _Callback) else None
 
 
 _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH

@@ -53,11 +53,12 @@ class LeftToPython:
 
     Attributes:
         computes_like_eager: whether results must equal eager's bit for bit.
+        report: receives failures.
         found: what is not traced, because its results would differ from eager's.
     """
 
     def __init__(self, what: str, config: Config, report: Report) -> None:
-        self._what, self._is_strict, self._report = what, config.strict, report
+        self._what, self._is_strict, self.report = what, config.strict, report
         self.computes_like_eager = not find_backend(config.backend).traces
         self.found: set[str] = set()
 
@@ -68,7 +69,7 @@ class LeftToPython:
         Raises:
             CaptureError: in forward mode, if ``strict``.
         """
-        if is_left_in_forward_mode(f"a part of {self._what}", self._is_strict, self._report):
+        if is_left_in_forward_mode(f"a part of {self._what}", self._is_strict, self.report):
             return True
         if not (self.computes_like_eager and code.co_filename.startswith(_OPTIMIZERS)):
             return False
@@ -78,13 +79,13 @@ class LeftToPython:
     @contextmanager
     def compiling(self, code: CodeType) -> Iterator[None]:
         """Inside, Dynamo compiles `code`: what it compiles is reported here, and how long it takes."""
-        with self._report.compiling(f"Dynamo compiles {_place(code)}"), compiling_for(self._report):
+        with self.report.compiling(f"Dynamo compiles {_place(code)}"), compiling_for(self.report):
             yield
 
     def switched_off(self) -> None:
         """Report that Dynamo is disabled, so that Python runs everything."""
         text = f"{self._what} runs eagerly, because Dynamo is switched off"
-        self._report.recorded(
+        self.report.recorded(
             Reason("dynamo-disabled", text, "dynamo", way_out="TORCHDYNAMO_DISABLE=0"), warn=False
         )
 
@@ -99,7 +100,7 @@ class LeftToPython:
         if self._is_strict:
             raise found
         reason = reason_of(found, _place(code), "not-compiled")
-        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+        self.report.fell_back(reason, f"a part of {self._what} runs eagerly")
 
     def limited(self, code: CodeType) -> None:
         """Report code that Dynamo does not compile again, because it has reached the recompile limit.
@@ -115,7 +116,7 @@ class LeftToPython:
         )
         if self._is_strict:
             raise CaptureError(reason)
-        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+        self.report.fell_back(reason, f"a part of {self._what} runs eagerly")
 
 
 def _place(code: CodeType) -> str:
