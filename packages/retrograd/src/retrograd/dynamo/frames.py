@@ -347,17 +347,22 @@ def guard_same(first: GraphInput, second: GraphInput) -> None:
         guards.append(DuplicateInputs(first.source, second.source))
 
 
+#: By a part of Dynamo's text, why it ends a graph where the live path goes on.
+_IN_OUR_WORDS = {
+    "backward() call": "backward(), which Dynamo leaves to the autograd engine",
+    "Module-level backwards hooks": "a module with backward hooks, which Dynamo leaves to Python",
+}
+
+
 def why_ended(gm: fx.GraphModule) -> str:
     """Why Dynamo ended the graph where it did, and where; empty if the graph is complete."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", True):
         return ""
     text, *more = map(str.strip, str(reason.reason).strip().splitlines())
-    if "backward() call" in text:
-        text = "backward(), which Dynamo leaves to the autograd engine"
-    else:
-        explained = [line for line in more if line.startswith("Explanation:")]
-        text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
+    explained = [line.removeprefix("Explanation:") for line in more if line.startswith("Explanation:")]
+    own_words = next((ours for theirs, ours in _IN_OUR_WORDS.items() if theirs in text), None)
+    text = own_words or ": ".join(part.strip(". ") for part in [text, *explained] if part.strip(". "))
     stack = [*(reason.user_stack or ())]
     places = [f"{frame.filename}:{frame.lineno}" for frame in stack]
     own = [place for place in places if not place.startswith(torch.__path__[0])]
