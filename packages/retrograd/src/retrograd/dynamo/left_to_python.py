@@ -126,7 +126,7 @@ class LeftToPython:
             "recompile-limit",
             f"{_place(code)} was compiled as often as torch._dynamo.config.recompile_limit allows",
             "dynamo",
-            way_out='TORCH_LOGS="recompiles" says why; dynamic=True, or a higher limit',
+            way_out='TORCH_LOGS="recompiles" says why; dynamic=True, a higher limit, or steps on one thread',
         )
         if self._is_strict:
             raise CaptureError(reason)
