@@ -247,3 +247,20 @@ def test_under_saved_tensor_hooks_nothing_is_compiled() -> None:
     assert [reason.code for reason in report.fallbacks] == ["saved-tensor-hooks"]
     fast(x).sum().backward()
     assert len(report.graphs) == 1
+
+
+def test_no_other_thread_is_told_that_the_exact_backend_compiles() -> None:
+    model, seen, is_over = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), set(), []
+
+    def watch() -> None:
+        while not is_over:
+            seen.add(torch.compiler.is_compiling())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        retrograd.compile(model, backend="eager")(torch.ones(4, 3)).sum().backward()
+    finally:
+        is_over.append(True)
+        watcher.join()
+    assert seen == {False}

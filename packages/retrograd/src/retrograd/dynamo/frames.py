@@ -29,7 +29,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -53,6 +53,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from retrograd.dynamo.eager_breaks import guard_module_hooks
 from retrograd.dynamo.left_to_python import LeftToPython
+from retrograd.facts.patches import handled_here
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report
@@ -150,8 +151,20 @@ def _exact_numbers() -> Iterator[None]:
     """Inside, Dynamo treats a number that changes as a new constant. It would compute with a symbol by the
     rules of real numbers, where ``(x + 1e16) - 1e16`` is ``x``. Nor does it decompose ``addcdiv_`` and the
     like, because the fused kernels round differently. The lock is Dynamo's own."""
-    with compile_lock, dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False):
+    with (
+        compile_lock,
+        dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False),
+        _unseen_by_optimizers(),
+    ):
         yield
+
+
+def _unseen_by_optimizers() -> AbstractContextManager[None]:
+    """Inside, torch does not say that it compiles. It would say so on all threads, and an optimizer that
+    makes an eager step on another thread would compute as when it is compiled."""
+    if not hasattr(torch.compiler, "_compile_session_context"):
+        return nullcontext()
+    return handled_here("torch.compiler:_compile_session_context", lambda original: nullcontext())
 
 
 def _left_to_python(with_callees: bool = False) -> ConvertFrameReturn:
