@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from retrograd.events import LOG_NAMES
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/environment.md").read_text()
 NAME = re.compile(r"[A-Z][A-Z0-9_]{4,}")
@@ -69,6 +71,12 @@ def test_the_page_has_the_variables_of_retrograd() -> None:
     ours, _ = section("Of retrograd")
     _, read = section("Of torch, read by retrograd")
     assert of("packages/retrograd/src") == ours | read
+
+
+def test_the_page_has_the_names_of_all_logs() -> None:
+    (row,) = re.findall(r"^\| `RETROGRAD_LOGS` \|(.*)", PAGE, re.MULTILINE)
+    assert tuple(re.findall(r"`(\w+)`", row)) == LOG_NAMES
+    assert tuple(re.findall(r"^- `(\w+)`:", PAGE, re.MULTILINE)) == LOG_NAMES
 
 
 def test_the_page_has_the_variables_of_gradparity() -> None:

@@ -29,7 +29,8 @@ class UnknownNameError(GradparityError):
         known = list(dict.fromkeys(known))
         self.what, self.name, self.known = what, name, known
         told = [f"unknown {what} {name!r}" + (f": {why}" if why else "")]
-        if alike := get_close_matches(name, known, n=3):
+        within = [one for one in known if one.startswith(f"{name}:")]  # the functions of a file
+        if alike := within or get_close_matches(name, known, n=3):
             told.append(f"  did you mean  {' or '.join(alike)}?")
         if len(known) > MOST_NAMES:
             nearest = get_close_matches(name, known, n=MOST_NAMES // 2, cutoff=0.0)

@@ -200,3 +200,19 @@ def test_torchs_bisector_names_the_pass_of_inductor() -> None:
         pytest.skip("this torch does not reinplace the scatter wrongly")
     found = bisected(lambda: torch.equal(program(torch.compile), wanted))
     assert found.describe() == "post_grad_passes: reinplace_inplaceable_ops"
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (Ablation(), "broken by: nothing"),
+        (Ablation(stage="inductor", operator="aten.sin"), "broken by: inductor aten.sin"),
+        (
+            Ablation(stage="b.py:compile_graph"),
+            "broken by: b.py:compile_graph; no operator can be named: "
+            "its calls cannot be seen one by one, or no value differs",
+        ),
+    ],
+)
+def test_the_last_line_names_the_operator_or_says_why_not(found: Ablation, told: str) -> None:
+    assert found.describe() == told

@@ -198,8 +198,8 @@ def test_an_expected_file_works_for_every_backend(home: Path) -> None:
 def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, found = judged("eager", "out", "--minutes", "0.1")
     assert (result.exit_code, found.planned, found.cases) == (0, 6, 1)
-    assert "1 cases; 5 cases had no time" in result.stdout
-    assert "reaches level 1 of 4" in result.stdout
+    assert "1 of 6 cases; 5 had no time" in result.stdout
+    assert "reaches level 1 of 4 in these" in result.stdout
     assert re.search(
         r"no time for levels 2, 3, 4\nall cases need about [12] minutes: --minutes [12]\n", result.stdout
     )
@@ -210,7 +210,7 @@ def test_a_backend_that_had_no_time_is_told_that_nothing_was_judged(home: Path) 
     shown = Console(file=StringIO(), width=150)
     print_conformance(shown, nothing, None)
     text = shown.file.getvalue()
-    assert "0 cases; 6 cases had no time. b reaches no level.\n" in text
+    assert "0 of 6 cases; 6 had no time. b reaches no level.\n" in text
     assert "no time for levels 0, 1, 2, 3, 4\ngive it more time: --minutes\n" in text
 
 

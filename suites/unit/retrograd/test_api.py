@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -69,6 +71,39 @@ def test_explain_reports_on_what_compile_returned() -> None:
     assert reports[0].graphs[0].forward < reports[1].graphs[0].forward
     assert reports[0].compile_seconds > 0
     assert len(retrograd.explain().graphs) == 2
+
+
+class Alone(torch.nn.Linear):
+    """Its forward takes no arguments, and runs a backward."""
+
+    def forward(self) -> None:  # type: ignore[override]
+        self.weight.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda module: copy.deepcopy(retrograd.compile(module, backend="eager")),
+        lambda module: pickle.loads(pickle.dumps(retrograd.compile(module, backend="eager"))),
+        lambda module: torch.compile(module, backend="retrograd"),
+        torch.nn.DataParallel,
+    ],
+    ids=["deepcopy", "pickle", "torch.compile", "DataParallel"],
+)
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Alone])
+def test_explain_never_calls_a_module_without_arguments(make: Any, kind: Any) -> None:
+    module = kind(2, 1)
+    with pytest.raises(retrograd.OptionError, match=r"retrograd\.explain\(compiled\)"):
+        retrograd.explain(make(module))
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_explain_reports_on_what_a_copy_compiled(again: Any) -> None:
+    torch.compiler.reset()
+    copied = again(retrograd.compile(torch.nn.Linear(2, 3), backend="eager"))
+    copied(torch.ones(4, 2)).sum().backward()
+    assert len(retrograd.explain(copied).graphs) == 1
 
 
 def test_explain_lets_a_type_error_of_the_function_pass() -> None:

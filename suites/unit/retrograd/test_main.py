@@ -108,6 +108,16 @@ def test_code_of_another_release_is_announced(
     assert "here is 9.9.9: code may not be found" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [b"garbage", b""])
+def test_a_refused_archive_is_named(
+    content: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "garbage.tar.gz"
+    archive.write_bytes(content)
+    assert main(["cache", "unpack", str(archive)]) == 1
+    assert capsys.readouterr().err.startswith(f"retrograd cache unpack: {archive}: ")
+
+
 def special(kind: bytes, to: str = "") -> tarfile.TarInfo:
     member = tarfile.TarInfo("xy/special")
     member.type, member.linkname = kind, to

@@ -57,6 +57,13 @@ class Ablation:
     operator: str = ""
     how: str = ""
 
+    def describe(self) -> str:
+        """The last line: the stage and the operator, or why none is named."""
+        if self.operator or not self.stage:
+            return f"broken by: {self.stage or 'nothing'} {self.operator}".rstrip()
+        why = "its calls cannot be seen one by one, or no value differs"
+        return f"broken by: {self.stage}; no operator can be named: {why}"
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` is the inverse."""
         return asdict(self) | {"steps": [asdict(step) for step in self.steps]}

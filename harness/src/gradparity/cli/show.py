@@ -55,7 +55,7 @@ def show(  # noqa: PLR0913 - a command has as many parameters as options
         console.print("ablation: each stage in a run of its own, after the run above", markup=False)
         for step in steps.steps:
             console.print(f"{step.stage:<28} {step.subject:<40} {step.verdict} {step.symptom}", markup=False)
-        console.print(f"broken by: {steps.stage or 'nothing'} {steps.operator}", markup=False)
+        console.print(steps.describe(), markup=False)
 
 
 def print_shown(console: Console, data: dict[str, Any]) -> Row:

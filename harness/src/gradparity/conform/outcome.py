@@ -72,9 +72,10 @@ class Conformance:
 
     def describe(self) -> str:
         """The last line: how many cases ran, and the level."""
-        left = f"; {self.planned - self.cases} cases had no time" if self.cases < self.planned else ""
+        left = self.planned - self.cases
+        ran = f"{self.cases} of {self.planned} cases; {left} had no time" if left else f"{self.cases} cases"
         reached = f"level {self.reached} of {len(LEVELS) - 1}" if self.reached >= 0 else "no level"
-        return f"{self.cases} cases{left}. {self.backend} reaches {reached}."
+        return f"{ran}. {self.backend} reaches {reached}{' in these' if left and self.reached >= 0 else ''}."
 
     def failures(self) -> list[tuple[Result, int]]:
         """The first failure of each kind at each level, with how many there are."""

@@ -185,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if origin.get(name) != here:
                     print(f"made with {name} {origin.get(name)}, here is {here}: code may not be found")
     except (OSError, EOFError, zlib.error, Refusal, tarfile.TarError, ValueError) as error:
-        print(f"retrograd cache {asked.command}: {error}", file=sys.stderr)
+        place = "" if asked.command == "info" or str(asked.archive) in str(error) else f"{asked.archive}: "
+        print(f"retrograd cache {asked.command}: {place}{error}", file=sys.stderr)
         return 1
     return 0
 

@@ -23,7 +23,7 @@ from retrograd.config import Config, check, checked
 from retrograd.dynamo import config_of
 from retrograd.dynamo.backend import ConfiguredBackend
 from retrograd.dynamo.compiled_forwards import watch_compiled_forwards
-from retrograd.dynamo.frames import compiled_frames
+from retrograd.dynamo.frames import compiled_frames, report_behind
 from retrograd.dynamo.left_to_python import LeftToPython
 from retrograd.errors import OptionError, name_of
 from retrograd.live.contexts import (
@@ -328,21 +328,46 @@ def explain(
     if fn is None:
         return process_report
     check("fn", fn, (callable, "a function that runs backwards"))
-    with contextlib.suppress(TypeError):  # no weak reference to it is possible: `compile` did not return it
-        if not args and not kwargs and fn in _reports:
-            return _reports[fn]
-    try:
-        with contextlib.suppress(ValueError):  # functions of C have no signature
-            inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
-    except TypeError as error:
-        way_out = (
-            "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y); "
-            "or what retrograd.compile returned: retrograd.explain(compiled)"
-        )
-        raise OptionError("fn", f"it cannot be called with these arguments: {error}", way_out) from None
+    if not args and not kwargs and (report := _report_of(fn)) is not None:
+        return report
+    _check_call(fn, args, kwargs)
     with compiled_autograd(backend) as context:
         fn(*args, **kwargs)
     return context.report
+
+
+def _report_of(fn: Any) -> Report | None:
+    """The report of what `compile` returned, or of a copy of it that has compiled something."""
+    with contextlib.suppress(TypeError):  # no weak reference to it is possible: `compile` did not return it
+        if fn in _reports:
+            return _reports[fn]
+    report = report_behind(fn)
+    return report if report and (report.graphs or report.fallbacks) else None
+
+
+def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    """Check that `explain` can call `fn`. A wrapper of a module takes any arguments, so we never call a
+    module without some.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    inner = getattr(fn, "_orig_mod", fn)
+    try:
+        with contextlib.suppress(ValueError):  # functions of C have no signature
+            inspect.signature(getattr(inner, "forward", inner)).bind(*args, **kwargs)
+        if args or kwargs or not isinstance(fn, torch.nn.Module):
+            return
+        found = "a module of which there is no report, and no arguments"
+    except TypeError as error:
+        found = f"it cannot be called with these arguments: {error}"
+    raise OptionError(
+        "fn",
+        found,
+        "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y); "
+        "or what retrograd.compile returned: retrograd.explain(compiled); a copy of that which shares the "
+        "original's code has no report",
+    )
 
 
 def reset() -> None:

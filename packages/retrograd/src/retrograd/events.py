@@ -26,7 +26,7 @@ from retrograd.process import forgotten_by_reset
 counters: Counter[str] = Counter()
 forgotten_by_reset(counters.clear)
 
-#: The names that ``RETROGRAD_LOGS`` may contain. ``graph``: each captured backward in eager's order, and each
+#: The names of logs of captures. ``graph``: each captured backward in eager's order, and each
 #: joint graph; ``schedule``: the steps of a backward, including hooks; ``guards``: what each piece of code
 #: relies on; ``recompiles``: why a segment or function is recompiled or interpreted, with the two values that
 #: differ, and why something ran eagerly; ``cache``: why a partition is not cached on disk.
@@ -39,6 +39,9 @@ LOGS = {name: live_log.getChild(name) for name in NAMES}
 progress_log = logging.getLogger("retrograd.progress")
 _PROGRESS = "progress"
 
+#: All names that ``RETROGRAD_LOGS`` may contain.
+LOG_NAMES = (*NAMES, _PROGRESS)
+
 #: The same loggers for graphs that are captured ahead of time, by ``retrograd.aot`` and behind Dynamo.
 AOT_LOGS = {name: logging.getLogger("retrograd.aot").getChild(name) for name in NAMES}
 
@@ -49,10 +52,9 @@ def switch_logs(names: str) -> None:
     An unknown name gives a warning, not an error: a misspelt setting must not end a training run.
     """
     wanted = [name.strip().lstrip("+") for name in names.split(",") if name.strip()]
-    known = (*NAMES, _PROGRESS)
-    if unknown := sorted(set(wanted) - set(known)):
+    if unknown := sorted(set(wanted) - set(LOG_NAMES)):
         warnings.warn(
-            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(known)}", stacklevel=2
+            f"RETROGRAD_LOGS: unknown {', '.join(unknown)}\n  known  {', '.join(LOG_NAMES)}", stacklevel=2
         )
     chosen = [logs[name] for logs in (LOGS, AOT_LOGS) for name in NAMES if name in wanted]
     for log in [*chosen, *([progress_log] if _PROGRESS in wanted else [])]:

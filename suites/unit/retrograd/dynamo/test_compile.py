@@ -230,3 +230,37 @@ def test_a_limit_of_dynamos_is_an_error_if_strict():
         fast(torch.ones(2), "a")
         with pytest.raises(CaptureError, match="recompile_limit"):
             fast(torch.ones(2), "ab")
+
+
+def test_under_saved_tensor_hooks_nothing_is_compiled() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    fast = retrograd.compile(model, backend="eager")
+    x, packed = torch.ones(4, 3), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t)
+    with hooks:
+        model(x)
+    expected, packed[:] = list(packed), []
+    with hooks, pytest.warns(retrograd.FallbackWarning, match=r"retrograd\.compiled_autograd\(\)"):
+        fast(x)
+    report = retrograd.explain(fast)
+    assert (packed, len(report.graphs)) == (expected, 0)
+    assert [reason.code for reason in report.fallbacks] == ["saved-tensor-hooks"]
+    fast(x).sum().backward()
+    assert len(report.graphs) == 1
+
+
+def test_no_other_thread_is_told_that_the_exact_backend_compiles() -> None:
+    model, seen, is_over = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), set(), []
+
+    def watch() -> None:
+        while not is_over:
+            seen.add(torch.compiler.is_compiling())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        retrograd.compile(model, backend="eager")(torch.ones(4, 3)).sum().backward()
+    finally:
+        is_over.append(True)
+        watcher.join()
+    assert seen == {False}

@@ -79,9 +79,20 @@ def test_a_break_in_torchs_own_code_is_told_with_the_line_that_led_there():
     stack = [FrameSummary("train.py", 7, "step"), FrameSummary(torch.optim.__file__, 3, "inner")]
     reason = SimpleNamespace(graph_break=True, reason="print\n  Explanation: no.", user_stack=stack)
     gm = SimpleNamespace(compile_subgraph_reason=reason)
-    assert why_ended(gm) == f"print: no., in torch's own code at {torch.optim.__file__}:3 (train.py:7)"
+    assert why_ended(gm) == f"print: no, in torch's own code at {torch.optim.__file__}:3 (train.py:7)"
     reason.user_stack = stack[:1]
-    assert why_ended(gm) == "print: no. (train.py:7)"
+    assert why_ended(gm) == "print: no (train.py:7)"
+
+
+def test_a_break_is_told_in_words_without_a_gap() -> None:
+    def told(reason: str) -> str:
+        stack = [FrameSummary("train.py", 7, "step")]
+        found = SimpleNamespace(graph_break=True, reason=reason, user_stack=stack)
+        return why_ended(SimpleNamespace(compile_subgraph_reason=found))
+
+    hooks = "Module-level backwards hooks require compiled autograd.\n  Explanation: \n  Hint: none"
+    assert told(hooks) == "a module with backward hooks, which Dynamo leaves to Python (train.py:7)"
+    assert told("Something else.\n  Explanation:") == "Something else (train.py:7)"
 
 
 def test_dynamos_advice_about_item_is_not_logged_while_we_compile():

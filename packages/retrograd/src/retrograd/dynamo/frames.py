@@ -29,7 +29,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -53,8 +53,10 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from retrograd.dynamo.eager_breaks import guard_module_hooks
 from retrograd.dynamo.left_to_python import LeftToPython
+from retrograd.facts.patches import handled_here
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
+from retrograd.report import Report
 from retrograd.trace import hint_of, is_fake
 
 #: How often the conversion of one code object may fail. A first failure may be an accident, such as another
@@ -74,34 +76,34 @@ class _Callback:
         # Dynamo's C code and its cache of compiled frames identify a callback by these attributes.
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
         self.hooks = convert.hooks
-        self._convert, self._watch, self._are_numbers_exact = convert, watch, are_numbers_exact
+        self._convert, self.watch, self._are_numbers_exact = convert, watch, are_numbers_exact
         self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._lock = ForkSafeLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies, and for pickles of compiled modules."""
-        return type(self), (self._convert, self._watch, self._are_numbers_exact)
+        return type(self), (self._convert, self.watch, self._are_numbers_exact)
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code
-        if self._watch.runs_as_it_is(code):
+        if self.watch.runs_as_it_is(code):
             return _left_to_python(with_callees=True)
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()
         try:
             exactly = _exact_numbers() if self._are_numbers_exact else nullcontext()
-            with self._watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
+            with self.watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
-                self._watch.limited(code)
+                self.watch.limited(code)
             return result
         except _ASKED_FOR:
             raise
         except Exception as error:
             with self._lock:
                 self._failures[code] = self._failures.get(code, 0) + 1
-            self._watch.failed(code, error)
+            self.watch.failed(code, error)
             return _left_to_python()
 
 
@@ -149,8 +151,20 @@ def _exact_numbers() -> Iterator[None]:
     """Inside, Dynamo treats a number that changes as a new constant. It would compute with a symbol by the
     rules of real numbers, where ``(x + 1e16) - 1e16`` is ``x``. Nor does it decompose ``addcdiv_`` and the
     like, because the fused kernels round differently. The lock is Dynamo's own."""
-    with compile_lock, dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False):
+    with (
+        compile_lock,
+        dynamo_config.patch(specialize_float=True, enable_dynamo_decompositions=False),
+        _unseen_by_optimizers(),
+    ):
         yield
+
+
+def _unseen_by_optimizers() -> AbstractContextManager[None]:
+    """Inside, torch does not say that it compiles. It would say so on all threads, and an optimizer that
+    makes an eager step on another thread would compute as when it is compiled."""
+    if not hasattr(torch.compiler, "_compile_session_context"):
+        return nullcontext()
+    return handled_here("torch.compiler:_compile_session_context", lambda original: nullcontext())
 
 
 def _left_to_python(with_callees: bool = False) -> ConvertFrameReturn:
@@ -189,6 +203,12 @@ def compiled_frames(
     context.callback = _Callback(context.callback, watch, are_numbers_exact)
     compiled: Callable[..., Any] = context(fn)
     return compiled
+
+
+def report_behind(module: Any) -> Report | None:
+    """What was compiled for a module that `compiled_frames` made, or for a copy of one; None for others."""
+    callback = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
+    return callback.watch.report if isinstance(callback, _Callback) else None
 
 
 _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
@@ -340,17 +360,22 @@ def guard_same(first: GraphInput, second: GraphInput) -> None:
         guards.append(DuplicateInputs(first.source, second.source))
 
 
+#: By a part of Dynamo's text, why it ends a graph where the live path goes on.
+_IN_OUR_WORDS = {
+    "backward() call": "backward(), which Dynamo leaves to the autograd engine",
+    "Module-level backwards hooks": "a module with backward hooks, which Dynamo leaves to Python",
+}
+
+
 def why_ended(gm: fx.GraphModule) -> str:
     """Why Dynamo ended the graph where it did, and where; empty if the graph is complete."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", True):
         return ""
     text, *more = map(str.strip, str(reason.reason).strip().splitlines())
-    if "backward() call" in text:
-        text = "backward(), which Dynamo leaves to the autograd engine"
-    else:
-        explained = [line for line in more if line.startswith("Explanation:")]
-        text = ": ".join([text, *(line.partition(":")[2].strip() for line in explained)])
+    explained = [line.removeprefix("Explanation:") for line in more if line.startswith("Explanation:")]
+    own_words = next((ours for theirs, ours in _IN_OUR_WORDS.items() if theirs in text), None)
+    text = own_words or ": ".join(part.strip(". ") for part in [text, *explained] if part.strip(". "))
     stack = [*(reason.user_stack or ())]
     places = [f"{frame.filename}:{frame.lineno}" for frame in stack]
     own = [place for place in places if not place.startswith(torch.__path__[0])]

@@ -3,7 +3,8 @@
 In: frames that Dynamo is about to convert, and conversions that failed. Out: decisions, and entries in a
 report.
 
-Nothing is compiled inside forward-mode differentiation, because Dynamo's graph has lost a Function's ``jvp``.
+Nothing is compiled inside forward-mode differentiation, because Dynamo's graph has lost a Function's ``jvp``,
+nor while saved-tensor hooks are set, because they see what eager saves.
 Under ``backend="eager"`` torch's optimizers are not traced. When Dynamo traces them, they use tensors as step
 counts and another order of operations, so the last bits of their results differ from eager's.
 """
@@ -21,7 +22,13 @@ from retrograd.backends.registry import find_backend
 from retrograd.config import Config
 from retrograd.errors import CaptureError, Reason
 from retrograd.report import Report, compiling_for, reason_of
-from retrograd.runtime.modes import FORWARD_MODE, is_forward_mode
+from retrograd.runtime.modes import (
+    FORWARD_MODE,
+    SAVED_HOOKS,
+    are_saved_hooks_set,
+    is_forward_mode,
+    way_out_of,
+)
 
 #: where torch's optimizers and schedulers are.
 _OPTIMIZERS = torch.optim.__path__[0]
@@ -34,13 +41,16 @@ def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
     Raises:
         CaptureError: it is active, and `is_strict` is set.
     """
-    if not is_forward_mode():
-        return False
-    reason = Reason(*FORWARD_MODE, "dynamo", way_out="call it outside of that")
+    if is_forward_mode():
+        _leave(FORWARD_MODE, what, is_strict, report)
+    return is_forward_mode()
+
+
+def _leave(why: tuple[str, str], what: str, is_strict: bool, report: Report) -> None:
+    reason = Reason(*why, "dynamo", way_out=way_out_of(why[0]))
     if is_strict:
         raise CaptureError(reason)
     report.fell_back(reason, f"{what} runs eagerly")
-    return True
 
 
 class LeftToPython:
@@ -53,22 +63,27 @@ class LeftToPython:
 
     Attributes:
         computes_like_eager: whether results must equal eager's bit for bit.
+        report: receives failures.
         found: what is not traced, because its results would differ from eager's.
     """
 
     def __init__(self, what: str, config: Config, report: Report) -> None:
-        self._what, self._is_strict, self._report = what, config.strict, report
+        self._what, self._is_strict, self.report = what, config.strict, report
         self.computes_like_eager = not find_backend(config.backend).traces
         self.found: set[str] = set()
 
     def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether Python runs the code: inside forward-mode differentiation, or because it is an optimizer
-        that must compute as eager does.
+        """Whether Python runs the code: inside forward-mode differentiation or saved-tensor hooks, or because
+        it is an optimizer that must compute as eager does.
 
         Raises:
-            CaptureError: in forward mode, if ``strict``.
+            CaptureError: in forward mode or under saved-tensor hooks, if ``strict``.
         """
-        if is_left_in_forward_mode(f"a part of {self._what}", self._is_strict, self._report):
+        what = f"a part of {self._what}"
+        if is_left_in_forward_mode(what, self._is_strict, self.report):
+            return True
+        if are_saved_hooks_set():  # code would not be used now, and takes long to make
+            _leave(SAVED_HOOKS, what, self._is_strict, self.report)
             return True
         if not (self.computes_like_eager and code.co_filename.startswith(_OPTIMIZERS)):
             return False
@@ -78,13 +93,13 @@ class LeftToPython:
     @contextmanager
     def compiling(self, code: CodeType) -> Iterator[None]:
         """Inside, Dynamo compiles `code`: what it compiles is reported here, and how long it takes."""
-        with self._report.compiling(f"Dynamo compiles {_place(code)}"), compiling_for(self._report):
+        with self.report.compiling(f"Dynamo compiles {_place(code)}"), compiling_for(self.report):
             yield
 
     def switched_off(self) -> None:
         """Report that Dynamo is disabled, so that Python runs everything."""
         text = f"{self._what} runs eagerly, because Dynamo is switched off"
-        self._report.recorded(
+        self.report.recorded(
             Reason("dynamo-disabled", text, "dynamo", way_out="TORCHDYNAMO_DISABLE=0"), warn=False
         )
 
@@ -99,7 +114,7 @@ class LeftToPython:
         if self._is_strict:
             raise found
         reason = reason_of(found, _place(code), "not-compiled")
-        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+        self.report.fell_back(reason, f"a part of {self._what} runs eagerly")
 
     def limited(self, code: CodeType) -> None:
         """Report code that Dynamo does not compile again, because it has reached the recompile limit.
@@ -111,11 +126,11 @@ class LeftToPython:
             "recompile-limit",
             f"{_place(code)} was compiled as often as torch._dynamo.config.recompile_limit allows",
             "dynamo",
-            way_out='TORCH_LOGS="recompiles" says why; dynamic=True, or a higher limit',
+            way_out='TORCH_LOGS="recompiles" says why; dynamic=True, a higher limit, or steps on one thread',
         )
         if self._is_strict:
             raise CaptureError(reason)
-        self._report.fell_back(reason, f"a part of {self._what} runs eagerly")
+        self.report.fell_back(reason, f"a part of {self._what} runs eagerly")
 
 
 def _place(code: CodeType) -> str:

@@ -296,6 +296,8 @@ def are_modes_plain() -> bool:
 
 #: Why we compile nothing in forward mode: a code and a sentence.
 FORWARD_MODE = ("forward-ad", "forward-mode differentiation is active")
+#: Why we compile no forward while the user's hooks are set.
+SAVED_HOOKS = ("saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves")
 
 
 def is_forward_mode() -> bool:
@@ -338,10 +340,21 @@ def why_not_capturable_now(has_seen_functions: bool = False) -> tuple[str, str] 
         return FORWARD_MODE
     if torch.is_anomaly_enabled():
         return "anomaly-mode", "anomaly mode looks at the result of every autograd node"
+    return SAVED_HOOKS if are_saved_hooks_set() else None
+
+
+def are_saved_hooks_set() -> bool:
+    """Whether the user has set saved-tensor hooks on this thread."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS):
-        return None
-    return "saved-tensor-hooks", "saved-tensor hooks see, and may change, exactly what eager saves"
+    return hooks is not None and not (getattr(hooks[0], "__module__", "") or "").startswith(_HARMLESS_HOOKS)
+
+
+def way_out_of(code: str) -> str:
+    """What a user can do about a reason of `why_not_capturable_now`."""
+    way_out = "call it outside of that"
+    if code != SAVED_HOOKS[0]:
+        return way_out
+    return f"{way_out}, or compile only the backward, by retrograd.compiled_autograd(): it calls these hooks"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from retrograd.errors import CaptureError, CodeFailedError, NotReadyError, Reaso
 from retrograd.policy import MOST_FAILURES
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report, reason_of, why_failed
-from retrograd.runtime.modes import why_not_capturable_now
+from retrograd.runtime.modes import way_out_of, why_not_capturable_now
 from retrograd.specialize.guard import CallGuard
 
 
@@ -119,7 +119,7 @@ class Specialized:
     def why_not_now(self, has_seen_functions: bool = False) -> Reason | None:
         """Why this thread's modes do not allow compiled code; see `why_not_capturable_now`."""
         now = why_not_capturable_now(has_seen_functions)
-        return None if now is None else Reason(*now, self._stage, way_out="call it outside of that")
+        return None if now is None else Reason(*now, self._stage, way_out=way_out_of(now[0]))
 
     def run_eagerly(self, reason: Reason, eagerly: Callable[[], Any]) -> Any:
         """The result of `eagerly`, which we report. Strict mode raises instead. ``force_eager`` reports

@@ -345,7 +345,8 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    gm = _functional_graph(flat, example_inputs, decompositions)
+    with mode:  # what a decomposition creates is fake too, so it may have symbolic sizes
+        gm = _functional_graph(flat, example_inputs, decompositions)
     return Traced(gm, example_inputs, fed, tuple(given), mode.shape_env)
 
 
