@@ -126,3 +126,20 @@ def test_a_decorated_method_is_a_bound_method() -> None:
     assert isinstance(WithOptions.forward, aot.function(Base.forward).__class__)
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(again(torch.ones(2, 4)), module(torch.ones(2, 4)))
+
+
+class NoModule:
+    def go(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    go = aot.function(go, backend="eager", strict=True)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(NoModule, "go"), (WithOptions, "forward")])
+def test_a_method_has_what_the_decorated_function_has(owner: Any, name: str) -> None:
+    method, function = getattr(owner(), name), getattr(owner, name)
+    method(torch.ones(2, 4))
+    method.reset()
+    assert method.fn is function.fn
+    assert method.config is function.config
+    assert (method.__func__ is function) == (owner is NoModule)

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -174,13 +175,89 @@ def test_equal_values_in_new_objects_are_no_change() -> None:
         traced.append(1)
         return x * it.value.value["a"][0].value
 
-    called, it = aot.function(fn, backend="eager", strict=True), Plain(Slots({"a": [Plain(2.0)]}))
-    for number in (2.0, 2.0, 2.0, 3.0, 3.0):
-        assert called(torch.ones(()), it).item() == number or number == 3.0
-        it.value = Slots({"a": [Plain(2.0)]})
+    called, it = aot.function(fn, backend="eager", strict=True), Plain(Data({"a": [Data(2.0)]}))
+    for _ in range(5):
+        assert called(torch.ones(()), it).item() == 2.0
+        it.value = Data({"a": [Data(2.0)]})
     assert len(traced) == 1
     it.value.value["a"][0].value = 3.0  # the newest object is the one that is looked into
     assert called(torch.ones(()), it).item() == 3.0
+
+
+class Number(float):
+    pass
+
+
+class Twice(Plain):
+    def other(self) -> Any:
+        return self.value + 1
+
+
+def linear(weight: float) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(weight)
+    return layer
+
+
+HOST = Twice(2.0)
+
+#: makes of 2 and 3 two objects that hold equal attributes, and how a number is read from them.
+REPLACED: dict[str, tuple[Callable[[float], Any], Callable[[Any], Any]]] = {
+    "module": (linear, lambda it: it(torch.ones(1)).sum()),
+    "modules in a list": (lambda v: [linear(v)], lambda it: it[0](torch.ones(1)).sum()),
+    "subclass of float": (Number, lambda it: it),
+    "exception": (ValueError, lambda it: it.args[0]),
+    "method": (lambda v: HOST.read if v == 2 else HOST.other, lambda it: it()),
+    "partial": (lambda v: functools.partial(HOST.read if v == 2 else HOST.other), lambda it: it()),
+    "order": (
+        lambda v: collections.OrderedDict([("a", 2.0), ("b", 3.0)][:: 1 if v == 2 else -1]),
+        lambda it: next(iter(it.values())),
+    ),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("kind", REPLACED)
+def test_an_object_that_is_replaced_is_another(kind: str, holder: str) -> None:
+    (make, read), (hold, reach) = REPLACED[kind], HOLDERS[holder]
+    called = aot.function(lambda x, it: x * read(reach(it.value)), backend="eager", strict=True)
+    it, x = Plain(None), torch.ones((), requires_grad=True)
+    for value in (2.0, 3.0, 3.0, 2.0):
+        it.value = hold(make(value))
+        out = called(x, it)
+        assert out.item() == value
+        assert torch.autograd.grad(out, x)[0].item() == value
+
+
+def test_the_order_of_an_ordered_dictionary_is_seen() -> None:
+    it = Plain(collections.OrderedDict(a=2.0, b=3.0))
+    called = aot.function(lambda x, it: x * next(iter(it.value.values())), backend="eager", strict=True)
+    assert called(torch.ones(()), it).item() == 2.0
+    it.value.move_to_end("a")
+    assert called(torch.ones(()), it).item() == 3.0
+
+
+class Refuses:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class DictThatRefuses:
+    __slots__ = ()
+    __dict__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(Plain(1))
+
+
+@pytest.mark.parametrize("make", [Refuses, DictThatRefuses, dead_proxy])
+def test_what_cannot_be_read_is_left_out(make: Callable[[], Any]) -> None:
+    it = Plain(make())
+    called = aot.function(lambda x, it: x * it.factor, backend="eager", strict=True)
+    for factor in (2.0, 3.0, 3.0):
+        it.factor = factor
+        assert called(torch.ones(()), it).item() == factor
 
 
 def test_parameters_of_modules_deep_inside_get_gradients() -> None:

@@ -7,6 +7,7 @@ class; and copies and pickles, without compiled code.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import pkgutil
 import sys
@@ -46,16 +47,19 @@ class Decorated:
             return self
         if torch.compiler.is_dynamo_compiling():  # Dynamo inlines the function, and cannot make a MethodType
             return self.fn.__get__(owner, cls)
-        return types.MethodType(self._function, owner)
+        return types.MethodType(self._function if isinstance(owner, torch.nn.Module) else self, owner)
 
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
-        """This callable as a function. Dynamo asks in which file a method's function is defined."""
+        """This callable as a function, with its attributes. Dynamo asks in which file the function of a
+        module's method is defined."""
 
         @functools.wraps(self.fn)
         def method(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        public = [name for name, found in inspect.getmembers(type(self), callable) if name[0] != "_"]
+        vars(method).update(vars(self), **{name: getattr(self, name) for name in public})
         return method
 
     def __reduce__(self) -> tuple[Any, ...]:
