@@ -20,8 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
-
 Forget = TypeVar("Forget", bound=Callable[[], object])
 Entry = TypeVar("Entry")
 T = TypeVar("T")
@@ -70,19 +68,24 @@ def restore_after_errors(read: Callable[[], T], restore: Callable[[T], object]) 
     _thread_states.append((read, restore))
 
 
+#: What reads and sets whether Dynamo watches this thread's frames. They are functions of C, which
+#: `restored_on_error` calls itself: when a frame that Dynamo leaves out returns, Dynamo is on again.
+dynamo_switch: tuple[Callable[[], Any], Callable[[Any], object]] = (lambda: None, lambda _: None)
+
+
 def restored_on_error(body: Callable[..., T], *args: Any) -> T:
     """Return ``body(*args)``. If it raises, at whatever instruction, restore the state of this thread."""
-    frames, before = get_eval_frame_callback(), [read() for read, _ in _thread_states]
+    (read_dynamo, set_dynamo), before = dynamo_switch, [read() for read, _ in _thread_states]
+    dynamo = read_dynamo()
     try:
         try:
             return body(*args)
         except BaseException:
-            # Dynamo may be on. It leaves out `restore_saved`, and is on again when that returns.
-            set_eval_frame(frames)
+            set_dynamo(dynamo)
             restore_saved(before)
             raise
     except BaseException:
-        set_eval_frame(frames)  # an interrupt may have cut the first attempt short
+        set_dynamo(dynamo)  # an interrupt may have cut the first attempt short
         restore_saved(before)
         raise
 

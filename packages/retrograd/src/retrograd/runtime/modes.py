@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch._C._functorch import (
     get_dynamic_layer_stack_depth,
     pop_dynamic_layer_stack_and_undo_to_depth,
@@ -26,6 +27,7 @@ from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode
 
+from retrograd import process
 from retrograd.facts.patches import hidden_from_dynamo
 from retrograd.graph.fx import real_tensors
 from retrograd.process import ForkSafeLock, restore_after_errors, restore_saved
@@ -231,6 +233,7 @@ def _switch_back(before: tuple[Any, ...]) -> None:
 
 
 restore_after_errors(_switches, _switch_back)
+process.dynamo_switch = get_eval_frame_callback, set_eval_frame
 hidden_from_dynamo(restore_saved)  # an error may have left Dynamo switched on
 
 
