@@ -41,9 +41,10 @@ def is_left_in_forward_mode(what: str, is_strict: bool, report: Report) -> bool:
     Raises:
         CaptureError: it is active, and `is_strict` is set.
     """
-    if is_forward_mode():
-        _leave(FORWARD_MODE, what, is_strict, report)
-    return is_forward_mode()
+    if not is_forward_mode():
+        return False
+    _leave(FORWARD_MODE, what, is_strict, report)
+    return True
 
 
 def _leave(why: tuple[str, str], what: str, is_strict: bool, report: Report) -> None:

@@ -221,8 +221,9 @@ class HookChanges:
         lock, so two threads may get one number."""
         count = len(self.late)
         self.late = [late for late in self.late if (late.hook, late.number) != (gone.hook, number)]
-        known = self.backward is None or gone.edge is None or self.backward.has_numbered(gone.edge[0])
-        if len(self.late) == count and known:
+        if len(self.late) < count:
+            return
+        if self.backward is None or gone.edge is None or self.backward.has_numbered(gone.edge[0]):
             self.removed.append(gone)
 
 
