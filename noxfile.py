@@ -36,6 +36,8 @@ SPELLED = (
     "CHANGELOG.md",
 )
 JOBS = str(min(os.cpu_count() or 1, 8))
+# A worker that dies ends the run: pytest-xdist 3.8 would start another, and wait for ever at the end.
+SPREAD = ("-n", JOBS, "--dist", "loadgroup", "--max-worker-restart", "0")
 FIXED = ("--device", "auto", "-n", JOBS, "--expected", "suites/parity/expected.toml")
 
 FINDINGS = "suites/unit/gradparity/test_findings.py"
@@ -160,7 +162,7 @@ def parity(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
     """All tests, in parallel (`-- suites/unit -k hooks` narrows)."""
-    run(session, "python", "-m", "pytest", "-n", JOBS, "--dist", "loadgroup", *session.posargs)
+    run(session, "python", "-m", "pytest", *SPREAD, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -261,7 +263,7 @@ def house(session: nox.Session) -> None:
 def tests_torch(session: nox.Session, torch: str) -> None:
     """The tests under another supported torch, in an environment of its own (several GB)."""
     install(session, f"torch=={torch}")
-    session.run("pytest", "-n", JOBS, "--dist", "loadgroup", *session.posargs, env=settings(session))
+    session.run("pytest", *SPREAD, *session.posargs, env=settings(session))
 
 
 @nox.session(reuse_venv=True)

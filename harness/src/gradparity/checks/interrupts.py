@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from random import randint
 from types import FrameType
 from typing import Any
 
@@ -100,7 +99,7 @@ def deliver(
     """Interrupts at so many instructions, or at each, until something is left behind."""
     total, _ = interrupt_at(prepared(), 0, counts)
     step = 1 if tries is None else max(total // tries, 1)
-    numbers, place = range(randint(1, step), total + 1, step), ""
+    numbers, place = range((step + 1) // 2, total + 1, step), ""
     for count, number in enumerate(numbers, 1):
         run, before = prepared(), state()
         _, place = interrupt_at(run, number, counts)

@@ -345,7 +345,9 @@ def trace(
         return tuple(present)
 
     example_inputs = tuple(fakes[i] for i in fed)
-    with mode:  # what a decomposition creates is fake too, so it may have symbolic sizes
+    # What a decomposition creates must be fake if its sizes are symbolic. The mode is not entered otherwise:
+    # where torch enters it again, an interrupt between two instructions ends the process.
+    with mode if symbolic is not None else nullcontext():
         gm = _functional_graph(flat, example_inputs, decompositions)
     return Traced(gm, example_inputs, fed, tuple(given), mode.shape_env)
 
