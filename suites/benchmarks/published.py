@@ -102,9 +102,14 @@ def _benchmark(name: str, figures: list[Figure]) -> dict[str, Any]:
         "unit": unit,
         "type": kind,
         "param_names": ["model", "way"],
-        "params": [sorted({one.model for one in own}), sorted({one.way for one in own})],
+        "params": [sorted({one.model for one in own}), sorted({one.way for one in own}, key=_ours_first)],
         "code": f"from {RESULTS.parent.name}/results, by {Path(__file__).name}",
     }
+
+
+def _ours_first(way: str) -> tuple[bool, str]:
+    """asv draws the first way of a benchmark until the reader picks others."""
+    return not way.startswith("retrograd"), way
 
 
 def _last_change(file: Path) -> tuple[str, int]:
