@@ -284,7 +284,7 @@ def distributed(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True)
 def browser(session: nox.Session) -> None:
-    """The pages, in a headless browser: reports, benchmarks; skipped, with the reason, where there is none."""
+    """The pages in a headless browser: reports, benchmarks; skipped, with the reason, where there is none."""
     install(session, "-r", "requirements/torch.txt")
     session.install(*PINS, "playwright")
     session.run("pytest", "suites/browser", *session.posargs, env=settings(session))

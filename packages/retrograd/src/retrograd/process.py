@@ -1,8 +1,8 @@
 """State of the process and its threads: forgotten by ``reset``, usable after a fork, restored after errors.
 
-In: each module with process-wide state registers how to forget it, and gets its locks here. Each module that
-temporarily switches something on a thread registers how to read and restore it. Out: `forget_everything`,
-locks that are free in a forked child, bounded mappings, and `restored_on_error`.
+In: each module with process-wide state registers how to forget it, and gets its locks here. What it keeps for
+each thread is a `ThreadValue`; if it switches something of torch's, it registers how to read and restore it.
+Out: `forget_everything`, locks that are free in a forked child, bounded mappings, and `restored_on_error`.
 
 An interrupt may arrive between any two instructions: even after a lock is taken but before its ``with`` block
 begins, or in the ``finally`` that would release it. So ``with`` blocks are not enough. The outermost function
@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], object])
@@ -54,7 +55,40 @@ def forget_everything() -> None:
         forget()
 
 
-#: For each kind of thread state, the functions that read and restore it.
+_values: Any = threading.local()
+
+
+class ThreadValue(Generic[T]):
+    """A variable that each thread has for itself. After an error it is what it was (see `restored_on_error`).
+
+    Args:
+        default: its value where this thread has set none.
+    """
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+
+    def get(self) -> T:
+        """The value on this thread."""
+        value: T = _values.__dict__.get(self, self._default)
+        return value
+
+    def set(self, value: T) -> None:
+        """Set the value on this thread."""
+        _values.__dict__[self] = value
+
+    @contextmanager
+    def switched(self, value: T) -> Iterator[None]:
+        """Inside, this thread has `value`."""
+        before = self.get()
+        self.set(value)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+#: For each kind of thread state that is not ours, the functions that read and restore it.
 _thread_states: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 
 
@@ -76,22 +110,24 @@ dynamo_switch: tuple[Callable[[], Any], Callable[[Any], object]] = (lambda: None
 def restored_on_error(body: Callable[..., T], *args: Any) -> T:
     """Return ``body(*args)``. If it raises, at whatever instruction, restore the state of this thread."""
     (read_dynamo, set_dynamo), before = dynamo_switch, [read() for read, _ in _thread_states]
-    dynamo = read_dynamo()
+    dynamo, values = read_dynamo(), _values.__dict__.copy()
     try:
         try:
             return body(*args)
         except BaseException:
             set_dynamo(dynamo)
-            restore_saved(before)
+            restore_saved(before, values)
             raise
     except BaseException:
         set_dynamo(dynamo)  # an interrupt may have cut the first attempt short
-        restore_saved(before)
+        restore_saved(before, values)
         raise
 
 
-def restore_saved(before: list[Any]) -> None:
-    """Restore the state of this thread to that read `before`."""
+def restore_saved(before: list[Any], values: dict[Any, Any]) -> None:
+    """Restore the state of this thread to that read `before`, and its own variables to `values`."""
+    _values.__dict__.clear()
+    _values.__dict__.update(values)
     for (read, restore), value in zip(_thread_states, before, strict=False):
         if read() != value:
             restore(value)

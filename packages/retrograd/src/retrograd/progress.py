@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from retrograd.events import progress_log
 from retrograd.policy import FIRST_PROGRESS, NEXT_PROGRESS, UNASKED_PROGRESS
-from retrograd.process import restore_after_errors
+from retrograd.process import ThreadValue
 
 
 class _Watched:
@@ -66,27 +66,22 @@ def _tell_unasked(text: str) -> None:
         sys.stderr.write(f"[{progress_log.name}] {text}\n")
 
 
-class _ThreadState(threading.local):
-    watched: _Watched | None = None
-
-
-_here = _ThreadState()
-restore_after_errors(lambda: _here.watched, lambda watched: setattr(_here, "watched", watched))
+_here: ThreadValue[_Watched | None] = ThreadValue(None)
 
 
 @contextmanager
 def watched(what: str, done: Callable[[], str] = str) -> Iterator[None]:
     """Inside, this thread does `what`, which may include several compilations. `done` says how many are done.
     A block inside another one adds nothing."""
-    if _here.watched is not None:
+    if _here.get() is not None:
         yield
         return
-    _here.watched = _Watched(what, done)
+    watched = _Watched(what, done)
     try:
-        yield
+        with _here.switched(watched):
+            yield
     finally:
-        _here.watched.finished.set()
-        _here.watched = None
+        watched.finished.set()
 
 
 @contextmanager
@@ -94,7 +89,7 @@ def working(what: str) -> Iterator[Callable[[], float]]:
     """Inside, this thread captures or compiles `what`. Gives a function that returns the seconds since then;
     0 inside another such block, which counts them."""
     with watched(what):
-        here = _here.watched
+        here = _here.get()
         assert here is not None
         start, before, here.now = time.perf_counter(), here.now, what
         try:

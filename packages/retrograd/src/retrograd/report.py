@@ -6,11 +6,10 @@ short as ``str``, long as ``details()``, and as an HTML page.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -23,7 +22,7 @@ from retrograd.errors import FallbackWarning, Reason, first_line
 from retrograd.events import AOT_LOGS, LOGS, counters
 from retrograd.graph.backward_graph import BackwardGraph, Schedule, Segment, readable
 from retrograd.policy import KEPT_REPORTS, SHOWN_IN_SHORT
-from retrograd.process import ForkSafeLock, forgotten_by_reset, restore_after_errors
+from retrograd.process import ForkSafeLock, ThreadValue, forgotten_by_reset
 from retrograd.progress import working
 from retrograd.report_page import page_of
 from retrograd.report_text import by_kind, counted, indented, most, short
@@ -355,64 +354,41 @@ process_report = Report()
 forgotten_by_reset(process_report.clear)
 
 
-class _Here(threading.local):
-    """Where this thread reports: lists of its fallbacks, innermost last; and for whom Dynamo compiles."""
+#: where this thread puts its fallbacks; None if they are reported at once
+_heard: ThreadValue[list[tuple[Reason, str]] | None] = ThreadValue(None)
 
-    def __init__(self) -> None:
-        self.lists: list[list[tuple[Reason, str]]] = []
-        self.compiling: Report = process_report
-
-
-_here = _Here()
-
-
-def _put_lists_back(count: int) -> None:
-    del _here.lists[count:]
-
-
-restore_after_errors(lambda: len(_here.lists), _put_lists_back)
-
-
-class told_to:
-    """Inside, fallbacks on this thread go to `report`. If the block raises, they are dropped: an error in the
-    user's program is not a fallback."""
-
-    __slots__ = ("_heard", "_report")
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._heard: list[tuple[Reason, str]] = []
-
-    def __enter__(self) -> None:
-        _here.lists.append(self._heard)
-
-    def __exit__(self, error: object, *_: object) -> None:
-        _here.lists[:] = [one for one in _here.lists if one is not self._heard]
-        for reason, what in self._heard if error is None else ():
-            self._report.fell_back(reason, what)
+#: for whom Dynamo compiles on this thread
+_compiling = ThreadValue(process_report)
 
 
 @contextmanager
-def compiling_for(report: Report) -> Iterator[None]:
-    """Inside, `compiler_report` is `report`: Dynamo calls a backend without saying for whom."""
-    before, _here.compiling = _here.compiling, report
-    try:
+def told_to(report: Report) -> Iterator[None]:
+    """Inside, fallbacks on this thread go to `report`. If the block raises, they are dropped: an error in the
+    user's program is not a fallback."""
+    heard: list[tuple[Reason, str]] = []
+    with _heard.switched(heard):
         yield
-    finally:
-        _here.compiling = before
+    for reason, what in heard:
+        report.fell_back(reason, what)
+
+
+def compiling_for(report: Report) -> AbstractContextManager[None]:
+    """Inside, `compiler_report` is `report`: Dynamo calls a backend without saying for whom."""
+    return _compiling.switched(report)
 
 
 def compiler_report() -> Report:
     """The report of the callable for which Dynamo compiles on this thread; else the process-wide one."""
-    return _here.compiling
+    return _compiling.get()
 
 
 def tell(reason: Reason, what: str) -> None:
     """Something ran eagerly on this thread. Report it to the innermost `told_to` block, or process-wide."""
-    if _here.lists:
-        _here.lists[-1].append((reason, what))
-    else:
+    heard = _heard.get()
+    if heard is None:
         process_report.fell_back(reason, what)
+    else:
+        heard.append((reason, what))
 
 
 _warned: set[tuple[str, str]] = set()

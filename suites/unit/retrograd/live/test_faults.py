@@ -34,7 +34,7 @@ def state_left() -> dict[str, object]:
     """All that a backward may leave behind; empty when it leaves nothing."""
     left = {
         "compiler": engine_protocol.set_autograd_compiler(None, False)[0],
-        "queries": under_way._stack.running,
+        "queries": under_way.plans_under_way(),
         "watch": graph_task._watched,
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad mode": not torch.is_grad_enabled(),

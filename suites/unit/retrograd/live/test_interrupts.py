@@ -19,11 +19,11 @@ from torch._dynamo.types import ConvertFrameReturn
 import retrograd
 from gradparity.checks.interrupts import Run, deliver, engine_is_free, switches
 from retrograd import process
-from retrograd.engine import graph_task, under_way
-from retrograd.engine.collection import _collection, _replaced
+from retrograd.engine import graph_task
+from retrograd.engine.collection import _replaced
 from retrograd.engine.stock_entry import window
-from retrograd.facts import patches
 from retrograd.live import contexts
+from retrograd.runtime.streams import _looked_at
 
 
 def state() -> dict[str, Any]:
@@ -34,9 +34,12 @@ def state() -> dict[str, Any]:
         "engine's compiler": (compiler, stock.compiled_autograd_enabled, list(_replaced.compilers)),
         "window": (window._owner, window._in_frame, dict(window._entering), window._condition._is_owned()),
         "locks": ([lock for lock in process._locks if lock._lock._is_owned()], list(process._held.locks)),
-        "collection": _collection.receive,
-        "plans": (list(under_way._stack.running), list(graph_task._body.stack), list(graph_task._watched)),
-        "patches": [name for name, stack in patches._here.stacks.items() if stack],
+        "values": {
+            key: value
+            for key, value in process._values.__dict__.items()
+            if key is not _looked_at and value is not key._default
+        },
+        "plans": (list(graph_task._body.stack), list(graph_task._watched)),
         "contexts": (contexts._entered.get(), set(contexts._open)),
     }
 

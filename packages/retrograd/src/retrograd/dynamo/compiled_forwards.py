@@ -11,7 +11,6 @@ changed, or if the graph draws random numbers, changes its inputs or calls an ``
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,17 +22,12 @@ from retrograd.engine import versions_of
 from retrograd.facts.patches import handle
 from retrograd.facts.releases import gradients_of
 from retrograd.graph.fx import copied_module
+from retrograd.process import ThreadValue
 from retrograd.runtime.modes import generator_states, restore_generator_states
 from retrograd.runtime.tensor import zeros_of_slot
 
-
-class _Compiling(threading.local):
-    """The graph that Dynamo is compiling on this thread, until a Function is made from it."""
-
-    graph: fx.GraphModule | None = None
-
-
-_compiling = _Compiling()
+#: the graph that Dynamo is compiling on this thread, until a Function is made from it
+_compiling: ThreadValue[fx.GraphModule | None] = ThreadValue(None)
 
 
 class _Inputs:
@@ -60,9 +54,9 @@ def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
     def made_function(
         original: Callable[..., None], cls: Any, name: str, bases: Any, attrs: dict[str, Any]
     ) -> None:
-        graph = _compiling.graph
+        graph = _compiling.get()
         if graph is not None and "_lazy_backward_info" in attrs:
-            _compiling.graph = None  # a second Function of one graph holds an unknown part of it
+            _compiling.set(None)  # a second Function of one graph holds an unknown part of it
             _make_differentiable(cls, attrs, graph, is_active)
         original(cls, name, bases, attrs)
 
@@ -71,12 +65,8 @@ def watch_compiled_forwards(is_active: Callable[[], bool]) -> None:
 
 
 def _compiling_graph(original: Callable[..., Any], output: Any, gm: fx.GraphModule, *args: Any) -> Any:
-    prior = _compiling.graph
-    _compiling.graph = copied_module(gm)  # because backends rewrite it
-    try:
+    with _compiling.switched(copied_module(gm)):  # because backends rewrite it
         return original(output, gm, *args)
-    finally:
-        _compiling.graph = prior
 
 
 def _make_differentiable(

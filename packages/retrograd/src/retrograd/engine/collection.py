@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 
 from retrograd.engine.stock_entry import stock_run_backward, window
 from retrograd.errors import Refusal
-from retrograd.process import forgotten_by_reset, restore_after_errors
+from retrograd.process import ThreadValue, forgotten_by_reset, restore_after_errors
 
 if TYPE_CHECKING:
     from retrograd.engine.request import EngineRequest
@@ -97,14 +97,8 @@ class CacheEntry:
 _kept: list[CacheEntry] = []
 
 
-class _Collection(threading.local):
-    """The receiver of what the engine hands over on this thread; None outside of `collect`."""
-
-    receive: Callable[[Collected], None] | None = None
-
-
-_collection = _Collection()
-restore_after_errors(lambda: _collection.receive, lambda receive: setattr(_collection, "receive", receive))
+#: receives what the engine hands over on this thread; None outside of `collect`
+_receiver: ThreadValue[Callable[[Collected], None] | None] = ThreadValue(None)
 _stock_captures = -1
 
 #: The engine never evicts a structure. At this many we clear its cache; structures met later are recaptured.
@@ -151,17 +145,14 @@ def collect(
         captures.append(factory())
         return captures[-1]
 
-    prior = _collection.receive
     with window.capture(), torch.autograd.set_multithreading_enabled(False):
         _forget_foreign_captures()
         if _structures >= KEPT_STRUCTURES:
             clear_engine_cache()
-        _collection.receive = receive
         try:
-            with _compiler(make):
+            with _receiver.switched(receive), _compiler(make):
                 call_engine(request, allow_unreachable=True)
         finally:
-            _collection.receive = prior
             for capture in captures:
                 capture.close()
     return collected[0] if collected else None
@@ -174,8 +165,8 @@ def runtime_wrapper(
     artifact = kept.artifact
     call = Collected(artifact, list(inputs), list(sizes), list(scalars), list(hooks), list(packed))
     inputs.clear()
-    if _collection.receive is not None:
-        _collection.receive(call)
+    if (receive := _receiver.get()) is not None:
+        receive(call)
         return [None] * artifact.n_outputs
     with _compiler(None):
         return list(artifact(call))

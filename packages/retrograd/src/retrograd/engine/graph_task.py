@@ -31,7 +31,7 @@ from retrograd.errors import Escape
 from retrograd.facts.patches import Handler, handle
 from retrograd.facts.releases import unseen
 from retrograd.graph.backward_graph import HookKind
-from retrograd.process import restore_after_errors
+from retrograd.process import ThreadValue, restore_after_errors
 from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.tensor import PLAIN_CLASSES
 
@@ -302,28 +302,20 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
             raise Escape(hooks)
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        _came(LateHook(*_registering_here.on, 0, hook, handle.id, hooks))
+        _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks))
         return hooks, handle
 
     return register
 
 
-class _RegisteringHere(threading.local):
-    """The node of Python on which this thread registers a hook, and the hook's kind."""
-
-    on: tuple[HookKind, Any] = (HookKind.NODE_POST, None)
-
-
-_registering_here = _RegisteringHere()
+#: the node of Python on which this thread registers a hook, and the hook's kind
+_node_here: ThreadValue[tuple[HookKind, Any]] = ThreadValue((HookKind.NODE_POST, None))
 
 
 def _registering_on_python_node(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], node: Any, hook: Any) -> Any:
-        before, _registering_here.on = _registering_here.on, (kind, node)
-        try:
+        with _node_here.switched((kind, node)):
             return original(node, hook)
-        finally:
-            _registering_here.on = before
 
     return register
 

@@ -8,7 +8,6 @@ hold. We also record for each running plan whether a nested backward executes it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from retrograd.engine.request import (
 )
 from retrograd.facts.patches import Handler, handle
 from retrograd.graph.eager_order import executed_nodes
-from retrograd.process import restore_after_errors
+from retrograd.process import ThreadValue
 
 T = TypeVar("T")
 
@@ -32,44 +31,35 @@ T = TypeVar("T")
 SMALL = 32
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.running: list[tuple[LiveBackward, int]] = []
-
-
-_stack = _Stack()
-restore_after_errors(
-    lambda: len(_stack.running), lambda count: _stack.running.__delitem__(slice(count, None))
-)
+#: the plans that run on this thread, innermost last, and the graph task of each
+_running: ThreadValue[tuple[tuple[LiveBackward, int], ...]] = ThreadValue(())
 
 
 def answering(running: LiveBackward, body: Callable[..., T], *args: Any) -> T:
     """Return ``body(*args)``. Inside, queries on this thread and in the current graph task are answered for
     `running`."""
-    _stack.running.append((running, torch._C._current_graph_task_id()))
-    try:
+    with _running.switched((*_running.get(), (running, torch._C._current_graph_task_id()))):
         return body(*args)
-    finally:
-        _stack.running.pop()
 
 
 def plans_under_way() -> int:
     """The number of plans that run on this thread, nested in one another."""
-    return len(_stack.running)
+    return len(_running.get())
 
 
 def note_reentry(request: EngineRequest) -> None:
     """A backward begins while plans run on this thread: mark the plans whose nodes it executes."""
-    if not _stack.running or is_transformed(request):
+    plans = _running.get()
+    if not plans or is_transformed(request):
         return
     if any(edge_of(root)[0] is None for root in request.tensors):
         return  # torch will refuse it
     below = list(nodes_below(map(edge_of, request.tensors)))
-    if all(running.inner_nodes.isdisjoint(below) for running, _ in _stack.running):
+    if all(running.inner_nodes.isdisjoint(below) for running, _ in plans):
         return  # fast path for the usual case
     live = read_live_graph(request)
     nodes = [live.nodes[i].handle for i in executed_nodes(live, request.accumulate_grad)]
-    for running, _ in _stack.running:
+    for running, _ in plans:
         running.is_reentered = running.is_reentered or not running.inner_nodes.isdisjoint(nodes)
 
 
@@ -84,12 +74,14 @@ def is_small(request: EngineRequest) -> bool:
 
 def node_under_way() -> Any:
     """The autograd node that eager would be executing in the innermost plan; None if no plan runs."""
-    return _stack.running[-1][0].current_node() if _stack.running else None
+    plans = _running.get()
+    return plans[-1][0].current_node() if plans else None
 
 
 def _answered(answer: Callable[..., Any]) -> Handler:
     def ask(stock: Callable[..., Any], *args: Any) -> Any:
-        running, task = _stack.running[-1] if _stack.running else (None, None)
+        plans = _running.get()
+        running, task = plans[-1] if plans else (None, None)
         is_current = running is not None and task == torch._C._current_graph_task_id()
         return answer(running, *args) if is_current else stock(*args)
 

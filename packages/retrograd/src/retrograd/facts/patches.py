@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from retrograd.facts import read_table
-from retrograd.process import ForkSafeLock, restore_after_errors
+from retrograd.process import ForkSafeLock, ThreadValue
 
 #: Receives the original and the arguments of a call, and returns the result.
 Handler = Callable[..., Any]
@@ -32,24 +31,8 @@ COLLECTING = "torch._C._distributed_c10d:ProcessGroup._start_coalescing"
 TABLE: Mapping[str, Mapping[str, str]] = read_table("patches")["patches"]
 
 
-class _ThreadHandlers(threading.local):
-    """The handlers of this thread by name, innermost last."""
-
-    def __init__(self) -> None:
-        self.stacks: dict[str, list[Handler]] = {}
-
-
-_here = _ThreadHandlers()
-
-
-def _put_handlers_back(before: dict[str, int]) -> None:
-    for name, stack in _here.stacks.copy().items():
-        del stack[before.get(name, 0) :]
-
-
-restore_after_errors(
-    lambda: {name: len(stack) for name, stack in _here.stacks.copy().items() if stack}, _put_handlers_back
-)
+#: by name, what answers calls on this thread only
+_here: ThreadValue[Mapping[str, Handler]] = ThreadValue({})
 _everywhere: dict[str, Handler] = {}
 _replaced: set[str] = set()
 _lock = ForkSafeLock()
@@ -65,13 +48,8 @@ def handle(name: str, handler: Handler) -> None:
 def handled_here(name: str, handler: Handler) -> Iterator[None]:
     """Inside, `handler` answers calls of `name` on this thread."""
     _replace(name)
-    stack = _here.stacks.setdefault(name, [])
-    stack.append(handler)
-    try:
+    with _here.switched({**_here.get(), name: handler}):
         yield
-    finally:
-        if handler in stack:  # an error may have removed it already
-            stack.remove(handler)
 
 
 def owner_and_attribute(name: str) -> tuple[Any, str]:
@@ -112,12 +90,11 @@ def _dispatcher_like(name: str, owner: Any, attribute: str) -> Any:
 
 
 def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    stacks = _here
+    here = _here
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        stack = stacks.stacks.get(name)
-        handler = stack[-1] if stack else _everywhere.get(name)
+        handler = here.get().get(name) or _everywhere.get(name)
         return original(*args, **kwargs) if handler is None else handler(original, *args, **kwargs)
 
     return hidden_from_dynamo(dispatch)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from retrograd.facts.patches import handle
+from retrograd.process import ThreadValue
 
 #: The index of a device, and the handle of a stream.
 _Key = tuple[int, int]
@@ -43,14 +44,11 @@ class CaptureStream(torch.cuda.Stream):
     waits for it."""
 
 
-class _ThreadStreams(threading.local):
-    """This thread's sequence number when we last looked, and the streams that its plan waits for."""
+#: this thread's sequence number when we last looked
+_looked_at = ThreadValue(-1)
 
-    number = -1
-    ordered: frozenset[_Key] = frozenset()
-
-
-_here = _ThreadStreams()
+#: the streams that this thread's plan waits for
+_ordered: ThreadValue[frozenset[_Key]] = ThreadValue(frozenset())
 
 
 def next_sequence_number() -> int:
@@ -116,9 +114,9 @@ class SideStreams:
 
     def _look(self) -> None:
         """Note the current streams if this thread has made nodes since it last looked."""
-        if (number := next_sequence_number()) != _here.number:
+        if (number := next_sequence_number()) != _looked_at.get():
             self._has_nodes(self._current())
-            _here.number = number
+            _looked_at.set(number)
 
     def _has_nodes(self, keys: Iterable[_Key]) -> None:
         for key in keys:
@@ -161,18 +159,18 @@ side_streams = SideStreams()
 @contextmanager
 def in_order_with_streams(keys: frozenset[_Key]) -> Iterator[None]:
     """Run the block after all work queued on streams `keys`; their later work waits for the block."""
-    outside, _here.ordered = _here.ordered, keys
-    _join(keys)
-    try:
-        yield
-    finally:
-        _part(keys)
-        _here.ordered = outside
+    with _ordered.switched(keys):
+        _join(keys)
+        try:
+            yield
+        finally:
+            _part(keys)
 
 
 def user_code_in_order() -> AbstractContextManager[None]:
     """Around user code inside `in_order_with_streams`: the code may queue work on these streams."""
-    return _handed_over(_here.ordered) if _here.ordered else _NOTHING
+    keys = _ordered.get()
+    return _handed_over(keys) if keys else _NOTHING
 
 
 _NOTHING = nullcontext()

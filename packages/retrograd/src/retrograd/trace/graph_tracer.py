@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from retrograd.facts import fact
 from retrograd.graph.emit import Boxed
 from retrograd.graph.fx import has_effect, is_mutating, is_random, lazily, real_tensors
 from retrograd.graph.operator_effects import refuse_asynchronous
-from retrograd.process import tracing
+from retrograd.process import ThreadValue, tracing
 from retrograd.runtime.modes import autocast_off, generator_states, restore_generator_states, seeds_and_states
 from retrograd.trace.fakes import fake_of, is_fake, new_fake_mode, symbolic_integer, why_not_fakeable
 from retrograd.trace.layouts import laid_out_as_real
@@ -182,18 +181,12 @@ class JointTracer(GraphTracer):
         self._is_over = True
 
 
-class _Current(threading.local):
-    """The trace that is active on this thread."""
-
-    tracer: GraphTracer | None = None
-
-
-_current = _Current()
+_current: ThreadValue[GraphTracer | None] = ThreadValue(None)
 
 
 def tracer_here() -> GraphTracer | None:
     """The tracer that is active on this thread; None if there is none."""
-    return _current.tracer
+    return _current.get()
 
 
 def make_graph(
@@ -219,12 +212,12 @@ def make_graph(
     def traced() -> tuple[Any, ...]:
         mode = get_proxy_mode()
         assert mode is not None
-        before, _current.tracer = _current.tracer, kind(mode.tracer)
-        try:
-            return tuple(body(_current.tracer))
-        finally:
-            _current.tracer.close()
-            _current.tracer = before
+        tracer = kind(mode.tracer)
+        with _current.switched(tracer):
+            try:
+                return tuple(body(tracer))
+            finally:
+                tracer.close()
 
     dispatcher = python_forms() if uses_python_forms else nullcontext()
     table = laid_out_as_real(decompositions)
@@ -255,7 +248,8 @@ def _trace(tracer: Any, root: Callable[[], Any], concrete_args: Any = None) -> f
 
 def recorded(**note: Any) -> AbstractContextManager[None]:
     """Inside, on this thread, every traced node gets these entries in its metadata."""
-    return _current.tracer.noting(**note) if _current.tracer is not None else nullcontext()
+    tracer = _current.get()
+    return nullcontext() if tracer is None else tracer.noting(**note)
 
 
 def _without_users_hooks() -> AbstractContextManager[Any]:
@@ -267,7 +261,7 @@ def _without_users_hooks() -> AbstractContextManager[Any]:
 
 # While a thread traces, torch does not log operators that fail on fake tensors: we turn the error into a
 # reason.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: _current.tracer is None)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: _current.get() is None)
 
 
 def _placeholders_first(graph: fx.Graph) -> None:
