@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -374,3 +375,108 @@ def test_an_operator_that_fails_on_values_reaches_the_handler(first_fails: bool)
     call, bad = aot.function(fn, backend="eager"), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
     for k in (bad, torch.eye(2)) if first_fails else (torch.eye(2), bad):
         assert torch.equal(call(k), fn(k))
+
+
+class Logs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[str]) -> Tensor:
+        ctx.log = log
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.log.append("backward")
+        return grad * 3, None
+
+
+def sets_a_hook(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    return inner * 1
+
+
+def keeps_a_list_in_a_hook(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda grad: log.append("hook"))
+    return y + inner
+
+
+def keeps_a_list_in_a_function(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    inner.copy_(x.detach())
+    return Logs.apply(x, log) + inner
+
+
+def checkpoints_behind_a_write(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    inner.mul_(2)
+    return checkpoint(torch.sin, x, use_reentrant=False) + inner
+
+
+def hook_that_reads_what_it_closes_over(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda grad: grad * x.detach())
+    return y + inner
+
+
+def hook_with_bound_arguments(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    y = x * 2
+    y.register_hook(partial(torch.mul, x.detach() * 3))
+    return y + inner
+
+
+def checkpoint_of_a_closure(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    scale = 2 if x.sum() > 0 else 3
+
+    def body() -> Tensor:
+        return (x * scale).sin().exp()
+
+    return checkpoint(body, use_reentrant=False) + inner
+
+
+def checkpoint_of_an_argument(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    scale = 2 if x.sum() > 0 else 3
+    return checkpoint(torch.sin, x, use_reentrant=False) * scale + inner
+
+
+BEHIND_WHAT_STOPS = [
+    hook_that_reads_what_it_closes_over,
+    hook_with_bound_arguments,
+    checkpoint_of_a_closure,
+    checkpoint_of_an_argument,
+    sets_a_hook,
+    keeps_a_list_in_a_hook,
+    keeps_a_list_in_a_function,
+    checkpoints_behind_a_write,
+]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["closure", "argument"])
+@pytest.mark.parametrize("fn", BEHIND_WHAT_STOPS)
+def test_what_outlives_the_call_happens_once_and_is_the_callers(
+    fn: Callable[[Tensor, Tensor, list[str]], Tensor], given: bool
+) -> None:
+    """`inner` is no leaf: what stops a trace is tried again on a copy of it, if the first run can be
+    repeated."""
+
+    def trained(wrap: Callable[[Any], Any]) -> list[Any]:
+        log: list[str] = []
+        call = wrap(fn) if given else wrap(lambda x, inner: fn(x, inner, log))
+        found: list[Any] = []
+        for _ in range(2):
+            x = torch.tensor([0.5, 2.0], requires_grad=True)
+            inner = torch.ones(2, requires_grad=True) * 1
+            y = call(x, inner, log) if given else call(x, inner)
+            (y.sum() + x.sum()).backward()
+            assert x.grad is not None
+            found += [y.tolist(), inner.tolist(), x.grad.tolist(), list(log)]
+        return found
+
+    assert trained(lambda fn: aot.function(fn, backend="eager")) == trained(lambda fn: fn)
+
+
+@pytest.mark.parametrize("name", ["float", "half", "double", "int", "bool", "cpu", "to_dense", "numpy"])
+def test_methods_of_arguments_work_where_the_trace_has_stopped(name: str) -> None:
+    def fn(x: Tensor) -> Any:
+        return getattr(x, name)() if x.sum() > 0 else x
+
+    found, x = aot.function(fn, backend="eager")(torch.ones(2)), torch.ones(2)
+    assert str(found) == str(fn(x))
+    assert type(found) is type(fn(x))

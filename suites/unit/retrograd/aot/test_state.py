@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from retrograd import aot
+from retrograd import CaptureError, aot
 from retrograd.graph.joint_graph import CaptureState
 from unit.retrograd.aot.against_eager import leaf, tensor
 
@@ -134,3 +134,16 @@ def test_making_a_state_does_not_touch_the_inputs() -> None:
     state_of(x)
     assert dict(model.named_parameters(remove_duplicate=False)) == before
     assert (x._version, x.grad) == (0, None)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["root", "child"])
+def test_a_module_with_hooks_is_refused(kind: str, depth: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    hooked = [model, model[1]][depth]
+    handle = getattr(hooked, f"register_{kind}_hook")(lambda *_: None)
+    with pytest.raises(CaptureError, match="has hooks") as caught:
+        aot.create_state(model, (torch.ones(2),))
+    assert caught.value.reason.code == "module-hooks"
+    handle.remove()
+    assert aot.create_state(model, (torch.ones(2),)).leaves

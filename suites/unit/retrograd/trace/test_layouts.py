@@ -47,6 +47,7 @@ CALLS: dict[object, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     ),
     aten.adaptive_max_pool3d.default: lambda x: aten.adaptive_max_pool3d(x[None], [2, 2, 2]),
     aten.log_sigmoid_forward.default: lambda x: aten.log_sigmoid_forward(x)[0],
+    aten.rrelu_with_noise_functional.default: functional.rrelu,
 }
 #: some of which are right of three dimensions, of one of these layouts, or in torch 2.11.
 RIGHT_HERE = {

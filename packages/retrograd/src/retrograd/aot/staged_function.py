@@ -18,11 +18,11 @@ from torch import nn
 from retrograd.aot.compiler import find_named, run_stages
 from retrograd.aot.holdings import has_attributes
 from retrograd.aot.modules import FlatCall, ModuleState
-from retrograd.aot.state import Dynamic, state_of_flat
+from retrograd.aot.state import HOOKS, Dynamic, state_of_flat
 from retrograd.backends.registry import find_backend
 from retrograd.config import Config, Policy, check, checked
 from retrograd.engine import has_waiting_hooks
-from retrograd.errors import CaptureError, Reason
+from retrograd.errors import CaptureError
 from retrograd.events import AOT_LOGS
 from retrograd.graph.structure import constant_key
 from retrograd.report import Report, process_report, reason_of
@@ -80,7 +80,7 @@ class AotFunction(Decorated):
         except CaptureError as error:
             return self._specialized.run_eagerly(error.reason, eagerly)
         if state.has_hooks():
-            return self._specialized.run_eagerly(_HOOKS, eagerly)
+            return self._specialized.run_eagerly(HOOKS, eagerly)
         leaves = [*state.current(), *flat, state.token]
         constants = tuple([constant_key(leaf) for leaf in flat if not isinstance(leaf, torch.Tensor)])
         roots, switches = tuple(map(id, state.given)), (len(leaves), *state.switches())
@@ -111,10 +111,12 @@ class AotFunction(Decorated):
     def _variant(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
         form, _, roots, _, split_at_leaf_grads, _ = key
         state = self._states[roots]
-        first = FirstRun(leaves, "it must not run eagerly" if self.config.strict else None)
+        spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
+        why_not = "it must not run eagerly" if self.config.strict else None
+        given = (one for part in spec.children() for one in part.children())
+        first = FirstRun(leaves, why_not, any(map(pytree.is_mutable, given)))
         outcome: Callable[[], Any] | None = None
         try:
-            spec = pytree.tree_structure(((0,) * form, {})) if isinstance(form, int) else form
             call = FlatCall(self.fn, state, spec)
             if any(place >= len(state.tensors) for place in call.shown(leaves)):
                 call = replace(call, shows_arguments=True)
@@ -263,11 +265,3 @@ def module(mod: nn.Module, **options: Any) -> AotModule:
     """
     check("mod", mod, (nn.Module, "a torch.nn.Module; aot.function takes functions"))
     return _module_of(mod, function(mod, **options).config)
-
-
-_HOOKS = Reason(
-    "module-hooks",
-    "a module that is given, or one inside it, has hooks, which a capture would call only once",
-    _STAGE,
-    way_out='torch.compile(backend="retrograd"), which sees the hooks',
-)

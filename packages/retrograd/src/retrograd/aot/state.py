@@ -14,7 +14,7 @@ from torch import nn
 
 from retrograd.aot.modules import FlatCall, ModuleState
 from retrograd.config import checked
-from retrograd.errors import CaptureError, name_of
+from retrograd.errors import CaptureError, Reason, name_of
 from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, Leaf, MemberView
 from retrograd.runtime import pytree
@@ -33,6 +33,13 @@ from retrograd.trace import (
 #: the dynamic sizes. ``True``: all; ``None`` or ``False``: none; a mapping: by number of the flat input, the
 #: dynamic dimensions.
 Dynamic = bool | None | Mapping[int, frozenset[int]]
+
+HOOKS = Reason(
+    "module-hooks",
+    "a module that is given, or one inside it, has hooks, which a capture would call only once",
+    "aot.create_state",
+    way_out="retrograd.compile, which calls them; or give a module without hooks",
+)
 
 
 @checked(
@@ -66,10 +73,12 @@ def create_state(
 
     Raises:
         CaptureError: a graph cannot represent an input, or an input is fake without `fake_mode` or real with
-            it.
+            it; or a module has hooks.
     """
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     state = ModuleState(*(m for m in (fn_or_module, *flat) if isinstance(m, nn.Module)))
+    if state.has_hooks():
+        raise CaptureError(HOOKS)
     call, leaves = FlatCall(fn_or_module, state, spec), [*state.tensors, *flat]
     return state_of_flat(
         call,

@@ -31,8 +31,8 @@ COLLECTING = "torch._C._distributed_c10d:ProcessGroup._start_coalescing"
 TABLE: Mapping[str, Mapping[str, str]] = read_table("patches")["patches"]
 
 
-#: by name, what answers calls on this thread only
-_here: ThreadValue[Mapping[str, Handler]] = ThreadValue({})
+#: what answers calls on this thread only, by the name of what is replaced; innermost last
+_here: ThreadValue[tuple[tuple[str, Handler], ...]] = ThreadValue(())
 _everywhere: dict[str, Handler] = {}
 _replaced: set[str] = set()
 _lock = ForkSafeLock()
@@ -48,8 +48,12 @@ def handle(name: str, handler: Handler) -> None:
 def handled_here(name: str, handler: Handler) -> Iterator[None]:
     """Inside, `handler` answers calls of `name` on this thread."""
     _replace(name)
-    with _here.switched({**_here.get(), name: handler}):
+    entry = name, handler
+    _here.set((*_here.get(), entry))
+    try:
         yield
+    finally:  # blocks need not be nested
+        _here.set(tuple(one for one in _here.get() if one is not entry))
 
 
 def owner_and_attribute(name: str) -> tuple[Any, str]:
@@ -94,7 +98,10 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        handler = here.get().get(name) or _everywhere.get(name)
+        handler = _everywhere.get(name)
+        for replaced, inner in here.get():
+            if replaced == name:
+                handler = inner
         return original(*args, **kwargs) if handler is None else handler(original, *args, **kwargs)
 
     return hidden_from_dynamo(dispatch)

@@ -7,6 +7,7 @@ from which the container can be rebuilt.
 from __future__ import annotations
 
 import dataclasses
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,6 +61,13 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], TreeSpec
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of `tree`."""
     return tree_flatten(tree)[0]
+
+
+def is_mutable(spec: TreeSpec) -> bool:
+    """Whether `spec` has a container that can be changed: one that is rebuilt is another object."""
+    kind = spec.type
+    is_fixed = kind is None or kind is namedtuple or issubclass(kind, tuple)
+    return not is_fixed or any(map(is_mutable, spec.children()))
 
 
 def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeSpec]:

@@ -70,11 +70,11 @@ def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> I
     token = _checkpoints.set(found)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if first is not None and first.is_eager:
-            yield from original(*args, **kwargs)
-            return
         if first is not None:
-            first.why_not = "it calls a checkpoint"
+            first.hides("it calls a checkpoint")
+        if first is not None and first.is_eager:
+            yield from original(*first.real(args), **first.real(kwargs))  # its function runs once more
+            return
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
         with _marked(args, repeats_draws, contexts):
             yield
@@ -107,10 +107,10 @@ def checkpoints_inlined(
 
     def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Replaces ``CheckpointFunction.apply``. Grad is enabled only if an argument requires grad."""
+        if first is not None:
+            first.hides("it calls a checkpoint")
         if first is not None and first.is_eager:
             return original(function, preserve_rng_state, *args)
-        if first is not None:
-            first.why_not = "it calls a checkpoint"
         wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
             return function(*args)

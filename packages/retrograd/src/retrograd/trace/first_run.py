@@ -14,7 +14,9 @@ Exception`` does not catch abandons the run, and the function must be called aga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +26,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from retrograd.errors import not_representable
+from retrograd.facts.patches import handled_here
 from retrograd.runtime import pytree
 from retrograd.runtime.modes import ThreadModes
 from retrograd.trace.functional import is_traced
 from retrograd.trace.graph_tracer import JointTracer
+
+_TO = "torch._subclasses.functional_tensor:FunctionalTensor.to"
 
 #: Types of the numbers whose value a trace does not know.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -60,6 +65,8 @@ class FirstRun:
     Args:
         leaves: the function's real inputs, flattened.
         why_not: why the run may not continue eagerly; None if it may.
+        has_copies: whether the function received copies of mutable containers. What it stores in them, or
+            keeps of them, would be lost if it continued eagerly.
 
     Attributes:
         why_not: why the recorded calls cannot be replayed; None if they can.
@@ -68,8 +75,8 @@ class FirstRun:
         is_computing: whether recorded calls are being replayed now.
     """
 
-    def __init__(self, leaves: Sequence[Any], why_not: str | None = None) -> None:
-        self.leaves, self._why_not_at_all = leaves, why_not
+    def __init__(self, leaves: Sequence[Any], why_not: str | None = None, has_copies: bool = False) -> None:
+        self.leaves, self._why_not_at_all, self._has_copies = leaves, why_not, has_copies
         self.begin((), None)
 
     def begin(self, seen: Sequence[Any], tracer: JointTracer | None, is_repeated: bool = False) -> None:
@@ -83,6 +90,7 @@ class FirstRun:
         self.has_ended = self.is_computing = False
         self._end: tuple[Any, Exception | None] = None, None
         self._seen, self._calls, self._computed = seen, list[_Call](), 0
+        self._filled = set[int]()
         #: By identity of a tensor of the trace, the real tensor; None if it is not computed yet.
         self._real: dict[int, Any] = _by_identity(seen, self.leaves)
 
@@ -137,17 +145,25 @@ class FirstRun:
 
     # the calls
 
+    def hides(self, why: str) -> None:
+        """Note that the function does what recorded calls do not tell. While tracing works, they cannot be
+        replayed from then on. Once it has stopped, they cannot be made again in another trace."""
+        if self.is_eager:
+            self._is_repeated = False
+        else:
+            self.why_not = why
+
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a call."""
         if torch._C._functorch.maybe_current_level() is not None:
-            self.why_not = "it calls a transform of torch.func"
+            self.hides("it calls a transform of torch.func")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 if callable(leaf) and not isinstance(leaf, (type, torch.dtype)):
-                    self.why_not = "it gives a function to torch"
+                    self.hides("it gives a function to torch")
             elif is_traced(leaf) and _key(leaf) not in self._real:
-                self.why_not = "it computes with a tensor that was made by code which a trace does not see"
+                self.hides("it computes with a tensor that was made by code which a trace does not see")
         self._calls.append(_Call(func, leaves, spec, ThreadModes.now(), pytree.tree_leaves(result)))
         if self.is_eager:
             self._computed = len(self._calls)
@@ -157,7 +173,9 @@ class FirstRun:
     # real tensors
 
     def real(self, tree: Any) -> Any:
-        """`tree` with real tensors in place of the trace's, and plain numbers in place of symbolic ones."""
+        """`tree` with real tensors in place of the trace's, and plain numbers in place of symbolic ones. What
+        needs no change is the same object. Functions in it close over real tensors afterwards: torch may call
+        them later."""
         return _mapped(self._real_leaf, tree)
 
     def _real_leaf(self, leaf: Any) -> Any:
@@ -167,11 +185,26 @@ class FirstRun:
             return slice(*map(self._real_leaf, (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.Size):
             return torch.Size([*map(self._real_leaf, leaf)])
+        if isinstance(leaf, partial):
+            parts = (leaf.func, leaf.args, leaf.keywords)
+            func, args, kwargs = real = self.real(parts)
+            return leaf if real is parts else partial(func, *args, **kwargs)
+        for cell in getattr(leaf, "__closure__", None) or ():
+            self._fill(cell)
         if not isinstance(leaf, torch.Tensor) or not is_traced(leaf):
             return leaf
         if (real := self._real.get(_key(leaf))) is None:
             raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
         return real
+
+    def _fill(self, cell: CellType) -> None:
+        """Put real tensors into a variable that a function closes over."""
+        if id(cell) not in self._filled:
+            self._filled.add(id(cell))
+            with suppress(ValueError):  # it has no value
+                held = cell.cell_contents
+                if (real := self.real(held)) is not held:
+                    cell.cell_contents = real
 
     def compute(self) -> None:
         """Replay the recorded calls that were not replayed yet.
@@ -221,7 +254,8 @@ class FirstRun:
         each trace."""
         leaves = (leaf for call in self._calls for leaf in (*call.leaves, *call.results))
         is_symbolic = any(isinstance(leaf, (*SYMBOLIC, slice, torch.Size)) for leaf in leaves)
-        return self.has_ended and self.why_not is None and not is_symbolic
+        is_complete = self._is_repeated or not self.is_eager
+        return self.has_ended and self.why_not is None and is_complete and not is_symbolic
 
     def go_on_eagerly(self, error: Exception) -> None:
         """Continue eagerly after `error` stopped tracing: from now on the function receives real tensors.
@@ -232,7 +266,7 @@ class FirstRun:
         if self.is_eager:
             return
         self.stopped = error
-        if self.why_not is not None or self._tracer is None:
+        if self.why_not is not None or self._has_copies or self._tracer is None:
             raise Abandoned(error) from error
         self.is_computing = True
         try:
@@ -243,6 +277,9 @@ class FirstRun:
         finally:
             self.is_computing = False
         self._around.enter_context(_eagerly())
+        self._around.enter_context(
+            handled_here(_TO, lambda _, *args, **kwargs: torch.Tensor.to(*args, **kwargs))
+        )
 
     def leave(self) -> None:
         """The function has ended: make the trace's modes active again."""
@@ -278,7 +315,9 @@ def _by_identity(seen: Sequence[Any], others: Sequence[Any]) -> dict[int, Any]:
 
 def _mapped(of: Callable[[Any], Any], tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree, lambda value: isinstance(value, torch.Size))
-    return pytree.tree_unflatten([*map(of, leaves)], spec)
+    mapped = [*map(of, leaves)]
+    is_same = all(one is other for one, other in zip(mapped, leaves, strict=True))
+    return tree if is_same else pytree.tree_unflatten(mapped, spec)
 
 
 def _is_told(now: Any, then: Any) -> bool:

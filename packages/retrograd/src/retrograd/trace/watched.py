@@ -86,10 +86,10 @@ class Watched(ClosureTensors):
     def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
         """As in `ClosureTensors`."""
         first = self._first
+        if first is not None:
+            first.hides("it calls a custom autograd.Function")
         if first is not None and first.is_eager:
             return original(tuple(map(first.real, args)))
-        if first is not None:
-            first.why_not = "it calls a custom autograd.Function"
         return super().given_to_function(original, args)
 
     def collecting(self, original: Callable[..., Any], *args: Any) -> Any:
