@@ -44,7 +44,7 @@ from retrograd.engine.leaf_order import (
     take_turns,
 )
 from retrograd.engine.nodes import (
-    Versions,
+    States,
     backward_number,
     call_node,
     checkpoint_is_valid,
@@ -56,6 +56,7 @@ from retrograd.engine.nodes import (
     refuse_nan,
     refuse_reentry,
     request_to_release,
+    states_of,
     versions_of,
     will_execute,
     will_run,

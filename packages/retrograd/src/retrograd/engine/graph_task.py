@@ -39,6 +39,8 @@ from retrograd.runtime.tensor import PLAIN_CLASSES
 #: belongs to a node itself.
 OnHook = Callable[[Any, Any], None]
 
+_Edge = tuple[int, dict[str, Any], int]
+
 
 class _Body(threading.local):
     """The functions that run on this thread inside a graph task, innermost last."""
@@ -142,6 +144,7 @@ class LateHook:
 
     `number` is the id of its handle, or None if it has no handle. torch does not tell us on which node of C++
     a hook is registered: `node` is None until `HookChanges.take` finds the node whose hooks are `hooks`.
+    `is_first` tells whether no hook of this kind had ever been registered on the node.
     """
 
     kind: HookKind
@@ -150,6 +153,7 @@ class LateHook:
     hook: Callable[..., Any]
     number: int | None = None
     hooks: Any = None
+    is_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,28 +163,31 @@ class RemovedHook:
     Attributes:
         hook: the function.
         hooks: the dictionary that held it.
-        edge: the sequence number of the node whose gradient the hook received, and which gradient; None for a
-            leaf, for a hook of a node, and for a hook registered before we observed registrations.
+        edge: the node whose gradient the hook received, as its sequence number and its metadata, and which
+            gradient; None for a leaf, for a hook of a node, and for a hook registered before we observed
+            registrations.
         place: how many registrations of the same function came before it in the dictionary.
     """
 
     hook: Callable[..., Any]
     hooks: Any
-    edge: tuple[int, int] | None
+    edge: _Edge | None
     place: int
 
     def was_on(self, node: Any, slot: int | None) -> bool:
         """Whether `node` called the hook; with gradient `slot`, if it was a tensor's."""
         if self.edge is not None:
-            return (node._sequence_nr(), slot) == self.edge
+            number, metadata, own = self.edge
+            return (node._sequence_nr(), slot) == (number, own) and node.metadata is metadata
         leaf: Any = leaf_of(node)
         of_leaf = () if leaf is None else (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
         return any(found is self.hooks for found in (*of_leaf, *(found for _, found in hooks_on(node))))
 
 
-#: For each handle of a hook on a tensor that is no leaf: the sequence number of the tensor's node, and which
-#: of the node's outputs the tensor is.
-_edges: weakref.WeakKeyDictionary[RemovableHandle, tuple[int, int]] = weakref.WeakKeyDictionary()
+#: For each handle of a hook on a tensor that is no leaf: the sequence number and the metadata of the tensor's
+#: node, and which of the node's outputs the tensor is. Nodes of two threads may have one number. We cannot
+#: hold the node, since a handle may outlive its graph; the dictionary of its metadata identifies it.
+_edges: weakref.WeakKeyDictionary[RemovableHandle, _Edge] = weakref.WeakKeyDictionary()
 _edge_of = without_torch_functions(edge_of)  # modes of the user must not see what we read
 
 
@@ -217,11 +224,14 @@ class HookChanges:
 
     def went(self, gone: RemovedHook, number: int) -> None:
         """Record that the hook whose handle has this number was removed. If it was registered since the last
-        `take`, the two cancel. We compare the hook as well as its number: torch counts handles without a
-        lock, so two threads may get one number."""
-        count = len(self.late)
-        self.late = [late for late in self.late if (late.hook, late.number) != (gone.hook, number)]
-        if len(self.late) < count:
+        `take`, the two cancel; of the first hook on a node, one that does nothing remains. We compare the
+        hook as well as its number: torch counts handles without a lock, so two threads may get one number."""
+        cancelled = [late for late in self.late if (late.hook, late.number) == (gone.hook, number)]
+        for late in cancelled:
+            self.late.remove(late)
+            if late.is_first:
+                self.late.append(replace(late, hook=lambda *_: None))
+        if cancelled:
             return
         if self.backward is None or gone.edge is None or self.backward.has_numbered(gone.edge[0]):
             self.removed.append(gone)
@@ -289,7 +299,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         if node is not None and hooks is not None:
             on_hook(hooks, node)
             if leaf_of(node) is None:
-                _edges[handle] = node._sequence_nr(), slot
+                _edges[handle] = node._sequence_nr(), node.metadata, slot
             _came(LateHook(kind, node, slot, hook, handle.id))
         return handle
 
@@ -300,9 +310,10 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
     def register(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
         if hook is _ASKING:
             raise Escape(hooks)
+        is_first = hooks is None
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks))
+        _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks, is_first))
         return hooks, handle
 
     return register
@@ -324,8 +335,8 @@ def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
     before = bool(_watched) and _retains_grad(tensor)
     original(tensor)
     if _watched and not before and _retains_grad(tensor):
-        retain = functools.partial(_retain, weakref.ref(tensor))
-        _came(LateHook(HookKind.RETAIN_GRAD, *_edge_of(tensor), retain))
+        edge = _edge_of(tensor)
+        _came(LateHook(HookKind.RETAIN_GRAD, *edge, functools.partial(_retain, weakref.ref(tensor), edge)))
 
 
 @without_torch_functions
@@ -334,10 +345,11 @@ def _retains_grad(tensor: torch.Tensor) -> bool:
 
 
 @without_torch_functions
-def _retain(retaining: weakref.ref[torch.Tensor], grad: torch.Tensor | None) -> None:
-    """What the engine's own hook does (``VariableHooks::retain_grad``)."""
+def _retain(retaining: weakref.ref[torch.Tensor], edge: tuple[Any, int], grad: torch.Tensor | None) -> None:
+    """What the engine's own hook does (``VariableHooks::retain_grad``). An in-place change takes it from
+    `edge` to the tensor's new node."""
     tensor = retaining()
-    if tensor is None or grad is None:
+    if tensor is None or grad is None or edge_of(tensor) != edge:
         return
     layout = torch.preserve_format if grad.is_sparse else torch.contiguous_format
     tensor.grad = grad.clone(memory_format=layout) if tensor.grad is None else tensor.grad + grad

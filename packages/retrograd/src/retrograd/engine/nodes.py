@@ -3,9 +3,9 @@
 In: nodes of an autograd graph (``grad_fn``), and gradients. Out: one gradient for each edge of a node, as
 ``Engine::evaluate_function`` and ``validate_outputs`` (``torch/csrc/autograd/engine.cpp``) would pass it on.
 
-In: saved tensors, and the versions they had when the backward was collected. Out: eager's error if one has
-been modified in place since. Eager checks a saved tensor when its node reads it; a plan must check again
-after user code has run. The error text follows ``SavedVariable::unpack`` in
+In: saved tensors, and the state they had when the backward was collected. Out: eager's error if one has been
+modified or detached in place since. Eager checks a saved tensor when its node reads it; a plan must check
+again after user code has run. The error text follows ``SavedVariable::unpack`` in
 ``torch/csrc/autograd/saved_variable.cpp``.
 """
 
@@ -30,16 +30,21 @@ from retrograd.graph.eager_order import LiveGraph
 from retrograd.runtime.modes import torch_functions_off, without_torch_functions
 from retrograd.runtime.tensor import PLAIN_CLASSES, zeros_of_slot
 
-#: Versions of tensors at one moment, by the FX nodes that represent the tensors.
-Versions = Mapping[fx.Node, int]
+#: States of tensors at one moment, by the FX nodes that represent the tensors.
+States = Mapping[fx.Node, int]
 
 
 @without_torch_functions
 def raise_modified(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Raise eager's error for the first tensor that is not at its expected version."""
-    for tensor, version in pairs:
-        if tensor._version != version:
-            raise RuntimeError(modified_error(tensor, version))
+    """Raise eager's error for the first tensor that is not in its expected state."""
+    for tensor, state in pairs:
+        if tensor._version != state >> 1:
+            raise RuntimeError(modified_error(tensor, state >> 1))
+        if tensor.is_leaf and not state & 1:
+            saved, request = _saved_and_request()
+            saved.detach_()
+            run_stock(request)
+            raise AssertionError("torch accepted a saved tensor that was detached in place")
 
 
 def modified_error(tensor: torch.Tensor, expected: int) -> str:
@@ -58,16 +63,32 @@ def modified_error(tensor: torch.Tensor, expected: int) -> str:
 @functools.cache
 def _shortening() -> tuple[str, str]:
     """A pattern and a replacement that shorten a node's name as torch's error does, which 2.13 changed."""
-    with torch.enable_grad(), torch.inference_mode(False):
-        saved = torch.zeros((), device="cpu", requires_grad=True).clone()
-        root = saved * saved
-        torch.autograd.graph.increment_version(saved)
-    request = EngineRequest((root,), (torch.zeros(()),), False, False, accumulate_grad=True)
+    saved, request = _saved_and_request()
+    torch.autograd.graph.increment_version(saved)
     try:
         run_stock(request)
     except RuntimeError as error:
         return (r"$^", "") if "CloneBackward0" in str(error) else (r"Backward\d*$", "")
     raise AssertionError("torch accepted a saved tensor that was changed in place")
+
+
+def _saved_and_request() -> tuple[torch.Tensor, EngineRequest]:
+    """A tensor that a node has saved, and a backward through that node."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        saved = torch.zeros((), device="cpu", requires_grad=True).clone()
+        root = saved * saved
+        return saved, EngineRequest((root,), (torch.zeros(()),), False, False, accumulate_grad=True)
+
+
+def states_of(values: Sequence[Any]) -> list[int | None]:
+    """What eager checks of each value if it was saved: twice its version, plus one for a leaf. ``detach_``
+    makes a tensor a leaf."""
+    with torch_functions_off():
+        versions = versions_of(values)
+        return [
+            None if version is None else 2 * version + value.is_leaf
+            for value, version in zip(values, versions, strict=True)
+        ]
 
 
 def versions_of(values: Sequence[Any]) -> list[int | None]:

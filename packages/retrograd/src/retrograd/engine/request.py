@@ -34,6 +34,7 @@ from retrograd.graph.eager_order import (
 )
 from retrograd.graph.reach import reached
 from retrograd.process import cached_property
+from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.streams import side_streams
 
 T = TypeVar("T")
@@ -107,13 +108,15 @@ def is_transformed(request: EngineRequest) -> bool:
 
 
 def read_ranks(request: EngineRequest) -> tuple[int, ...]:
-    """The nodes of `request`, numbered in order of discovery, sorted by sequence number.
+    """The ranks of the sequence numbers of all nodes of `request`, in order of discovery. Nodes of different
+    threads may have one number, and then one rank.
 
     Two backwards of equal structure run in the same eager order if these tuples are equal. We compute this on
     every backward whose order is visible, so it reads only sequence numbers.
     """
     numbers = [node._sequence_nr() for node in nodes_below(map(edge_of, request.tensors))]
-    return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+    ranks = {number: rank for rank, number in enumerate(sorted(set(numbers)))}
+    return tuple([ranks[number] for number in numbers])
 
 
 def oldest_number(request: EngineRequest) -> int:
@@ -259,6 +262,16 @@ def edge_of(root: Any) -> tuple[Any, int]:
         return reader.grad_fn.next_functions[0]  # type: ignore[union-attr]
 
 
+@without_torch_functions
+def _with_edges(request: EngineRequest) -> EngineRequest:
+    """`request` with an edge in the place of each tensor."""
+    roots, inputs = (
+        tuple(GradientEdge(*edge_of(tensor)) for tensor in tensors)
+        for tensors in (request.tensors, request.inputs)
+    )
+    return replace(request, tensors=roots, inputs=inputs)
+
+
 def _wanted(nodes: Sequence[LiveNode], targets: list[int]) -> frozenset[int]:
     """The nodes from which a target can be reached, including the targets."""
     producers: dict[int, list[int]] = {}
@@ -318,6 +331,13 @@ class LiveBackward:
     def inner_nodes(self) -> frozenset[Any]:
         """The nodes that do not belong to leaves."""
         return frozenset(node for node in self.node_calls if node is not None and leaf_of(node) is None)
+
+    def hold_edges(self) -> None:
+        """Read the nodes of the roots and inputs now, before user code runs: a hook that changes a tensor in
+        place gives it another node, but this backward still runs through the old one."""
+        is_as_asked = self.request is self.asked
+        self.asked = _with_edges(self.asked)
+        self.request = self.asked if is_as_asked else _with_edges(self.request)
 
     # answers to user code
 

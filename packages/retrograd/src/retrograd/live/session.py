@@ -191,6 +191,8 @@ class Session:
         plan = self._plan(captured, backward, call.inputs)
         self._repetition.runs(plan)
         use_up(captured.graph, backward)
+        if plan.runs_user_code:
+            backward.hold_edges()
         results: list[Grads] = []
 
         def body() -> None:

@@ -24,13 +24,13 @@ from retrograd.engine import (
     node_under_way,
     raise_modified,
     saved_name,
-    versions_of,
+    states_of,
 )
 from retrograd.runtime.modes import without_torch_functions
 from retrograd.runtime.tensor import graph_is_kept, zeros_of_slot
 
 Grad = torch.Tensor | None
-#: tensors, with the versions that they must have
+#: tensors, with the states that they must have
 Pairs = Sequence[tuple[torch.Tensor, int]]
 
 
@@ -62,12 +62,12 @@ class FunctionContext:
     released those of the context. It compares equal to the context, which is also the autograd node.
     """
 
-    __slots__ = ("__weakref__", "_ctx", "_saved", "_versions")
+    __slots__ = ("__weakref__", "_ctx", "_saved", "_states")
 
-    def __init__(self, ctx: Any, saved: Sequence[Any], versions: Pairs) -> None:
+    def __init__(self, ctx: Any, saved: Sequence[Any], states: Pairs) -> None:
         object.__setattr__(self, "_ctx", ctx)
         object.__setattr__(self, "_saved", saved)
-        object.__setattr__(self, "_versions", versions)
+        object.__setattr__(self, "_states", states)
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ class FunctionContext:
         began."""
         if self._saved is None:  # torch raises its own error
             return self._ctx.saved_tensors
-        raise_modified(self._versions)
+        raise_modified(self._states)
         return tuple(self._saved)
 
     @property
@@ -96,7 +96,7 @@ class FunctionContext:
             if isinstance(self._saved, list) and any(isinstance(v, torch.Tensor) for v in self._saved):
                 list.clear(self._saved)  # made for this run; perhaps a list of FX, whose own ``clear`` raises
             object.__setattr__(self, "_saved", None)
-            object.__setattr__(self, "_versions", ())
+            object.__setattr__(self, "_states", ())
 
     def __eq__(self, other: object) -> bool:
         return self._ctx is (other._ctx if type(other) is type(self) else other)
@@ -143,7 +143,7 @@ def call_backward(
         is_tensor: for each argument of the forward, whether it was a tensor.
         zeros: for each gradient that nothing produces, what the engine passes instead: sizes, dtype, device
             and layout of zeros, or () for none. None for a gradient that something may produce.
-        modified: saved tensors, with their versions when the backward began; given if one has changed since.
+        modified: saved tensors, with their states when the backward began; given if one has changed since.
 
     Returns:
         One gradient for each argument of the forward.
@@ -153,14 +153,17 @@ def call_backward(
             is neither a tensor nor None.
         Exception: whatever the user's backward raises, unchanged.
     """
-    # Only the context may hold the pairs: the backward lets them go.
-    given = _context_class(type(ctx))(ctx, saved, [*modified, *_with_versions(saved)])
+    # Only the context may hold the pairs: the backward lets them go. Eager accepts what was detached in place
+    # since a Function has saved it.
+    accepted = [(value, state | 1) for value, state in (*modified, *_with_states(saved))]
+    given = _context_class(type(ctx))(ctx, saved, accepted)
+    del accepted
     return _call(ctx, given, grads, is_tensor, zeros)
 
 
-def _with_versions(saved: Sequence[Any]) -> Pairs:
-    versions = zip(saved, versions_of(saved), strict=True)
-    return [(value, version) for value, version in versions if version is not None]
+def _with_states(saved: Sequence[Any]) -> Pairs:
+    states = zip(saved, states_of(saved), strict=True)
+    return [(value, state) for value, state in states if state is not None]
 
 
 def call_kept_backward(

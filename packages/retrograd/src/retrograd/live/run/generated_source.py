@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from retrograd.engine import Versions, raise_modified, versions_of
+from retrograd.engine import States, raise_modified, states_of
 from retrograd.graph.backward_graph import (
     Accumulation,
     CallKind,
@@ -56,11 +56,11 @@ class PlanLayout:
         schedule: the steps.
         placeholders: where values come from.
         outputs: what the function returns.
-        saved: placeholders whose version counter matters after user code has run.
+        saved: placeholders whose state matters after user code has run.
         runs: for each step that is a compiled segment, the function that runs it. It takes a list of the
             segment's inputs, which it empties, and returns the segment's outputs. Calls of other segments are
             written into the generated function itself.
-        begun: for the rest of a backward, the versions that saved tensors had when the backward began.
+        begun: for the rest of a backward, the states that saved tensors had when the backward began.
         leaked: modes that user code left switched, and the index of the node call that they affect.
         log: puts profiler ranges around the steps; None if no profiler runs.
     """
@@ -70,7 +70,7 @@ class PlanLayout:
     outputs: Sequence[fx.Node | None]
     saved: frozenset[fx.Node]
     runs: Mapping[int, Boxed] = field(default_factory=dict)
-    begun: Versions | None = None
+    begun: States | None = None
     leaked: tuple[int, KeptModes] | None = None
     log: PlanLog | None = None
 
@@ -88,7 +88,7 @@ class GeneratedSource:
     Attributes:
         emit: its lines and variables.
         function: the function.
-        watched: saved tensors, in the order of their versions in the variable `versions`.
+        watched: saved tensors, in the order of their states in the variable `states`.
     """
 
     def __init__(self, layout: PlanLayout) -> None:
@@ -106,17 +106,17 @@ class GeneratedSource:
         emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in layout.outputs)}]")
         self.function = emit.function()
 
-    def found_in(self, variables: Mapping[str, Any]) -> tuple[dict[fx.Node, Any], Versions]:
-        """The values among the function's local variables, and the versions of saved tensors."""
+    def found_in(self, variables: Mapping[str, Any]) -> tuple[dict[fx.Node, Any], States]:
+        """The values among the function's local variables, and the states of saved tensors."""
         values = {node: variables[name] for node, name in self.emit.local.items() if name in variables}
-        versions = variables.get("versions", self.emit.names.get("versions", ()))
-        return values, dict(zip(self.watched, versions, strict=True))
+        states = variables.get("states", self.emit.names.get("states", ()))
+        return values, dict(zip(self.watched, states, strict=True))
 
     # the beginning
 
     def _begin(self) -> None:
         self.emit.names.update(
-            versions_of=versions_of,
+            states_of=states_of,
             quiet=torch_functions_off,
             accumulate_one=accumulate_quietly,
             raise_modified=raise_modified,
@@ -124,10 +124,10 @@ class GeneratedSource:
         self._name_inputs()
         self._watch()
         if self._layout.begun is not None:
-            self.emit.names["versions"] = [self._layout.begun[node] for node in self.watched]
+            self.emit.names["states"] = [self._layout.begun[node] for node in self.watched]
         elif self.watched:
-            self.emit.line(f"versions = versions_of({self.emit.listed(self.watched)})")
-            self.emit.line("if None in versions: return None")
+            self.emit.line(f"states = states_of({self.emit.listed(self.watched)})")
+            self.emit.line("if None in states: return None")
         self.emit.line("; ".join(f"call.{name}.clear()" for name in _LISTS.values()))
 
     def _name_inputs(self) -> None:
@@ -156,7 +156,7 @@ class GeneratedSource:
             saved = [node for node in read if node in self._layout.saved] if may_be_changed else []
             if saved:
                 places = enumerate(saved, len(self.watched))
-                self._checked[number] = {self.emit.name(n): f"versions[{place}]" for place, n in places}
+                self._checked[number] = {self.emit.name(n): f"states[{place}]" for place, n in places}
                 self.watched += saved
             may_be_changed |= not isinstance(step, Segment)
 
@@ -164,8 +164,10 @@ class GeneratedSource:
         """Emit `then` for step `number`, under the condition that a saved tensor that the step reads was
         changed."""
         if saved := self._checked.get(number):
-            tests = " or ".join(f"{name}._version != {version}" for name, version in saved.items())
-            pairs = "".join(f"({name}, {version}), " for name, version in saved.items())
+            tests = " or ".join(
+                f"2 * {name}._version + {name}.is_leaf != {state}" for name, state in saved.items()
+            )
+            pairs = "".join(f"({name}, {state}), " for name, state in saved.items())
             self.emit.line(f"if {tests}: {then.format(f'({pairs})')}")
 
     # the steps
@@ -220,6 +222,7 @@ class GeneratedSource:
             is_over = self._last_of[call_of(step.node).node_call] == number
             test = "changes" if is_over else "changes or user.left"
             self.emit.line(f"if {test}: return {number + 1}, locals()")
+            self.emit.let_go(node for node in _held(step) if node in self._dying[number])
         return number + 1
 
     def _segment(self, number: int, step: Segment) -> None:
@@ -270,7 +273,7 @@ class GeneratedSource:
         return number
 
     def _opaque(self, number: int, step: OpaqueCall) -> None:
-        dying = self._dying[number]
+        dying = [node for node in self._dying[number] if node not in _held(step)]
         self.emit.line(f"backward.node_call = {call_of(step.node).node_call}")
         self.emit.line(f"args = {self.emit.expression(list(step.node.args))}")
         is_function = call_of(step.node).kind is CallKind.FUNCTION
@@ -289,6 +292,13 @@ class GeneratedSource:
 
 def _nodes_of(step: PlanStep) -> Sequence[fx.Node]:
     return step.nodes if isinstance(step, Segment) else (step.node,)
+
+
+def _held(step: OpaqueCall) -> Sequence[fx.Node]:
+    """The gradients of a Function, which live as long as its call: a post hook that its backward registers on
+    its own node receives them."""
+    is_function = call_of(step.node).kind is CallKind.FUNCTION
+    return [node for node in step.node.args[1] if isinstance(node, fx.Node)] if is_function else ()  # type: ignore[union-attr]
 
 
 def _is_only_for_post_hooks(accumulation: fx.Node) -> bool:

@@ -54,7 +54,7 @@ def rest_with_changes(
     assert isinstance(current, OpaqueCall)
     here = call_of(current.node)
     remaining = {call.node_call for node, call in graph.calls() if node not in finished}
-    late, removed = changes.take(backward.node_calls[i] for i in sorted(remaining) if i)
+    late, removed = changes.take(backward.node_calls[i] for i in sorted({*remaining, here.node_call}) if i)
     waiting = [
         (call, node.args[0])
         for node, call in graph.calls()
@@ -68,6 +68,8 @@ def rest_with_changes(
     places = positions_in_eager(graph, backward) if came.keys() - remaining else {}
     came = {i: on for i, on in came.items() if i in remaining or places[i, 0] >= places[here.place]}
     rest = _Rest(graph, list(values), finished, came, requested, places)
+    if _ORDER.index(here.hook or HookKind.UNPACK) >= _ORDER.index(HookKind.UNPACK):
+        rest.begun = here.node_call
     hooks = [late.hook for waiting in came.values() for late in waiting]
     made = rest.laid_out()
     return made, dict(zip(dict(made.placeholders()), [*values.values(), *hooks], strict=True))
@@ -150,6 +152,7 @@ class _Rest:
         _last: for each gradient with hooks of tensors, the last of them.
         _hooked: the gradients with hooks, which the engine calls in C++ or Python.
         _inlined: the gradients that enter an inlined node. It may read one before its hooks run.
+        begun: the node call that runs, if its hooks before it have finished.
         _before: gradients as they were before new hooks ran. If the engine executes the node of a requested
             gradient, it returns the gradient as it was before the hooks.
     """
@@ -172,6 +175,7 @@ class _Rest:
         self._new: dict[fx.Node, Any] = dict(zip(computed, sources, strict=False))
         self._hooks = dict(zip(late, sources[len(computed) :], strict=True))
         self._before: dict[fx.Node, fx.Node] = {}
+        self.begun: int | None = None
         remaining = [(node, call) for node, call in backward.calls() if node not in done]
         self._last = {_slot(node): node for node, call in remaining if call.hook is HookKind.TENSOR_PRE}
         self._hooked = {_slot(node) for node, call in remaining if call.hook in _OF_TENSORS}
@@ -181,7 +185,7 @@ class _Rest:
         outputs = self._backward.outputs()
         for index, nodes in self._blocks():
             waiting = self._waiting.get(index, [])
-            self._block(nodes, waiting)
+            self._block(nodes, waiting, index)
             if any(call_of(node).hook is None for node in nodes):
                 continue  # it is executed
             grads = {
@@ -208,7 +212,7 @@ class _Rest:
             found.insert(next(after, len(found)), (place, []))
         return [(index, nodes) for (index, _), nodes in found]
 
-    def _block(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
+    def _block(self, nodes: list[fx.Node], waiting: list[LateHook], index: int) -> None:
         """Add one node call: the hooks before it, the node, the hooks after it, then the sums of its results.
 
         We remove the hooks that we add from `waiting`.
@@ -221,7 +225,7 @@ class _Rest:
             if self._last.get(_slot(node)) is node:
                 kinds = _OF_TENSORS if _slot(node) in self._inlined else (HookKind.TENSOR_PRE,)
                 self._add_tensor_hooks(node, call, waiting, kinds)
-        self._insert_after(own, waiting)
+        self._insert_after(own, waiting, index)
         for node in nodes:
             if call_of(node).kind is CallKind.SUM:
                 self._copy(node)
@@ -250,11 +254,13 @@ class _Rest:
             args = (self._hooks[hook], self._value(grad))
             self._new[grad] = self._call(user_code.call_tensor_hook, args, call, hook.kind)
 
-    def _insert_after(self, nodes: list[fx.Node], waiting: list[LateHook]) -> None:
-        executed = next((node for node in nodes if call_of(node).kind.is_node), None)
+    def _insert_after(self, nodes: list[fx.Node], waiting: list[LateHook], index: int) -> None:
+        calls = [*self._executed_by(index), *nodes] if index == self.begun else nodes
+        executed = next((node for node in calls if call_of(node).kind.is_node), None)
         if executed is None:
             return
         call = call_of(executed)
+        grads = self._grads_of_post_hooks(executed, nodes, waiting, index)
         for hook in waiting:
             value = self._hooks[hook]
             if hook.kind is HookKind.POST_ACCUMULATE and call.kind is CallKind.ACCUMULATE:
@@ -263,9 +269,24 @@ class _Rest:
             elif hook.kind is HookKind.NODE_POST:
                 old = _results(nodes)
                 outputs = tuple(self._value(node) for node in old)
-                grads = tuple(self._value(grad) for grad in _gradients(executed))
-                args = (value, outputs, grads)
+                args = (value, outputs, tuple(map(self._value, grads)))
                 self._project(self._call(user_code.call_node_post_hook, args, call, hook.kind), old)
+
+    def _executed_by(self, index: int) -> Iterator[fx.Node]:
+        """The finished call that has executed a node."""
+        finished = ((node, call) for node, call in self._backward.calls() if node in self._done)
+        return (node for node, call in finished if call.node_call == index and call.kind.is_node)
+
+    def _grads_of_post_hooks(
+        self, executed: fx.Node, nodes: Sequence[fx.Node], waiting: Sequence[LateHook], index: int
+    ) -> Sequence[Any]:
+        """The gradients that new post hooks of a node receive. Eager keeps them only if the node had post
+        hooks when it began."""
+        older = [node for node in nodes if call_of(node).hook is HookKind.NODE_POST]
+        if older:
+            return older[-1].args[2]  # type: ignore[return-value]
+        is_bare = index == self.begun and any(hook.is_first for hook in waiting)
+        return () if is_bare else _gradients(executed)
 
     def _project(self, result: fx.Node, old: Sequence[Any]) -> None:
         for node, element in zip(

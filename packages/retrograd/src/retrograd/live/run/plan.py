@@ -24,7 +24,7 @@ from retrograd.backends.background import pending, take_finished
 from retrograd.backends.base import Backend
 from retrograd.backends.registry import EagerBackend
 from retrograd.config import Config
-from retrograd.engine import Collected, HookChanges, LiveBackward, Versions, versions_of, watching
+from retrograd.engine import Collected, HookChanges, LiveBackward, States, states_of, watching
 from retrograd.errors import Reason, nearest
 from retrograd.events import counters
 from retrograd.graph.backward_graph import (
@@ -69,13 +69,13 @@ class Rest:
     """What the rest of a backward needs to know about its beginning.
 
     Attributes:
-        versions: the versions that saved tensors had when the backward began.
+        states: the states that saved tensors had when the backward began.
         leaked: modes that user code left switched, and the index of the node call that they affect. Eager
             restores the thread's modes between nodes, but not between the hooks of a node and the node
             itself. So after a pre hook that leaves grad mode on, the gradients of its node have a history.
     """
 
-    versions: Versions
+    states: States
     leaked: tuple[int, KeptModes] | None
 
 
@@ -128,9 +128,9 @@ class Plan:
             self.schedule,
             tuple(graph.placeholders()),
             graph.outputs(),
-            frozenset(rest.versions) if rest else _saved_tensors(graph),
+            frozenset(rest.states) if rest else _saved_tensors(graph),
             {step: one.run for step, one in self._compiled.items()},
-            None if rest is None else rest.versions,
+            None if rest is None else rest.states,
             self._leaked,
         )
         layout = fused(self._layout, [*self._compiled.values()], self.log) if is_fused else None
@@ -185,14 +185,14 @@ class Plan:
         del result
         done = self.schedule.steps[:number]
         counters["opaque_calls"] += sum(isinstance(step, OpaqueCall) for step in done)
-        values, versions = source.found_in(variables)
+        values, states = source.found_in(variables)
         variables.clear()
         leaked = (backward.node_call, user.left) if user and user.left else self._leaked
         # Plan the remaining steps again.
         graph, rest = rest_with_changes(self._graph, done, values, backward, changes)
         new = dict(zip(values, rest, strict=False))
-        versions = {new[node]: version for node, version in versions.items() if node in new}
-        plan = Plan(graph, Config(backend="eager"), EagerBackend(), rest=Rest(versions, leaked))
+        states = {new[node]: state for node, state in states.items() if node in new}
+        plan = Plan(graph, Config(backend="eager"), EagerBackend(), rest=Rest(states, leaked))
         remaining = Collected(None, [*rest.values()], [], [], [], [])
         values.clear()
         rest.clear()
@@ -201,7 +201,7 @@ class Plan:
     def _watch_less(self, call: Collected) -> None:
         """From now on, do not watch saved tensors that have no version counter, such as inference tensors."""
         sources = {node: source.index for node, source in self._layout.placeholders}
-        saved = [node for node in self._layout.saved if versions_of([call.inputs[sources[node]]]) != [None]]
+        saved = [node for node in self._layout.saved if states_of([call.inputs[sources[node]]]) != [None]]
         self._layout = replace(self._layout, saved=frozenset(saved))
         self._source = GeneratedSource(self._layout)
         self.__dict__.pop("_profiled", None)
