@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from retrograd.errors import ContextError as ContextError
     from retrograd.errors import ExportError as ExportError
     from retrograd.errors import FallbackWarning as FallbackWarning
+    from retrograd.errors import InputsChangedError as InputsChangedError
     from retrograd.errors import LoadError as LoadError
     from retrograd.errors import LoweringError as LoweringError
     from retrograd.errors import OptionError as OptionError
@@ -67,6 +68,7 @@ _HOMES = {
             "ContextError",
             "ExportError",
             "FallbackWarning",
+            "InputsChangedError",
             "LoadError",
             "LoweringError",
             "OptionError",

@@ -155,6 +155,10 @@ class BackendError(RetrogradError):
     """A backend or a partitioner returned something unusable."""
 
 
+class InputsChangedError(BackendError):
+    """A backend's code changed its inputs. It is always raised, because eager cannot run in its place."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown `name`: the nearest known one, if one is near."""
     return "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, list(known), n=1))

@@ -84,6 +84,26 @@ def graph_of(fn: Callable[[Tensor], Any]) -> torch.fx.GraphModule:
     return make_fx(fn)(torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("way", ["live", "aot", "compile"])
+def test_a_backend_that_changes_its_inputs_is_an_error(way: str, raises: bool) -> None:
+    """Also where nothing is strict: what eager would need is lost."""
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            results = gm(*args)
+            for value in args:
+                value.detach().mul_(2)
+            if raises:
+                raise RuntimeError("device lost")
+            return results
+
+        return run
+
+    with pytest.raises(retrograd.InputsChangedError, match="changed input 0 in place"):
+        losses(way, backend)
+
+
 def test_the_error_names_the_result() -> None:
     gm = graph_of(lambda x: (x * 2, x.sum()))
     code = find_backend(faulty(FAULTS["another_shape"])).compile(gm, [torch.ones(2, 3)])

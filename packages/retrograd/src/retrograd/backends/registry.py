@@ -25,8 +25,9 @@ from retrograd.backends.inductor import (
     numbers_of_seed,
     patched,
 )
-from retrograd.errors import BackendError, OptionError, name_of
-from retrograd.graph.fx import boxed, copied, fill_in_place, lazy_graph_module
+from retrograd.engine import versions_of
+from retrograd.errors import BackendError, InputsChangedError, OptionError, name_of
+from retrograd.graph.fx import boxed, copied, fill_in_place, is_mutating, lazy_graph_module
 from retrograd.graph.joint import output_examples
 from retrograd.graph.lazy import LazyGraph
 from retrograd.graph.redraws import is_seeded
@@ -121,7 +122,9 @@ class CustomBackend(Backend):
         self._fn = fn
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], half: GraphKind = SEGMENT) -> Boxed:
-        expected = [*map(_described, output_examples(gm.graph))]  # before `fn` may change the graph
+        # before `fn` may change the graph
+        expected = [*map(_described, output_examples(gm.graph))]
+        is_functional = not any(map(is_mutating, gm.graph.nodes))
         compiled = self._fn(gm, list(example_inputs))
         if not callable(compiled):
             raise BackendError(
@@ -130,21 +133,43 @@ class CustomBackend(Backend):
             )
         is_boxed, is_proven = bool(getattr(compiled, "_boxed_call", False)), False
 
-        def run(args: list[Any]) -> Sequence[Any]:
-            nonlocal is_proven
+        def called(args: list[Any]) -> Any:
             if is_boxed:
-                results = compiled(args)
-            else:
-                values = tuple(args)
-                args.clear()
-                result = compiled(*values)
-                results = result if isinstance(result, (tuple, list)) else (result,)
-            if not is_proven:
-                self._check(results, expected)
-                is_proven = True
+                return compiled(args)
+            values = tuple(args)
+            args.clear()
+            result = compiled(*values)
+            return result if isinstance(result, (tuple, list)) else (result,)
+
+        def run(args: list[Any]) -> Any:
+            nonlocal is_proven
+            if is_proven:
+                return called(args)
+            given = list(args)
+            versions = versions_of(given)
+            try:
+                results = called(args)
+            finally:
+                if is_functional:
+                    self._refuse_changes(versions, versions_of(given))
+            self._check(results, expected)
+            is_proven = True
             return results
 
         return run
+
+    def _refuse_changes(self, before: Sequence[int | None], after: Sequence[int | None]) -> None:
+        """Check the inputs after the first run.
+
+        Raises:
+            InputsChangedError: the code has changed one in place.
+        """
+        for i, (one, other) in enumerate(zip(before, after, strict=True)):
+            if one != other:
+                raise InputsChangedError(
+                    f"code of backend {self.name!r} changed input {i} in place, which must stay as it is. "
+                    "Eager cannot run instead, because the input is lost"
+                )
 
     def _check(self, results: Sequence[Any], expected: Sequence[Any]) -> None:
         """Check the results of the first run.

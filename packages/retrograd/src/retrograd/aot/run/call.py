@@ -24,7 +24,7 @@ from retrograd.aot.run.region import RegionCode
 from retrograd.aot.run.value_table import Epilogue, FrameLayout, rebuilder
 from retrograd.backends.base import Boxed
 from retrograd.engine import versions_of, writes_in_place
-from retrograd.errors import CodeFailedError, NotReadyError, Reason, UnlikeTracedError
+from retrograd.errors import CodeFailedError, InputsChangedError, NotReadyError, Reason, UnlikeTracedError
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 from retrograd.runtime.modes import generator_states, restore_generator_states, undifferentiated
 from retrograd.runtime.subclass import built, parts_of
@@ -100,7 +100,7 @@ class CompiledFunction:
             if self._has_effects or (written is not None and not self._written.undo(written)):
                 raise
             restore_generator_states(generators)
-            if isinstance(error, UnlikeTracedError):
+            if isinstance(error, (UnlikeTracedError, InputsChangedError)):
                 raise
             raise CodeFailedError from error
         if written is not None:

@@ -29,6 +29,7 @@ from retrograd.backends.registry import AtenBackend, EagerBackend, find_backend
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_call import SharedMemory, Values
 from retrograd.engine import checkpoint_is_valid, leads_to_parameter, will_run
+from retrograd.errors import InputsChangedError
 from retrograd.events import counters
 from retrograd.graph.eager_order import Edge, LiveGraph
 from retrograd.graph.fx import copied_module, lazy_graph, reads_memory
@@ -349,8 +350,7 @@ class RegionCode:
     def _first_run(
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
-        """Gradients by code that has not run yet. If the code raises, we interpret its graph; if that raises
-        too, we re-run the call in eager mode. If this raises as well, the error is the program's."""
+        """Gradients by code that has not run yet. If it raises, we interpret its graph; else, eager runs."""
         given, generators = [*args], generator_states(self._graph.summary.random_devices)
         name = self._partition.joint.state.name
         try:
@@ -364,7 +364,7 @@ class RegionCode:
             grads = self._run(code, args)
             code.has_run = True
         except Exception as error:
-            if self._config.strict or self._has_effects:
+            if self._config.strict or self._has_effects or isinstance(error, InputsChangedError):
                 raise
             restore_generator_states(generators)
             try:

@@ -16,7 +16,7 @@ import torch
 from retrograd.backends.base import Backend, Boxed
 from retrograd.config import Config
 from retrograd.cudagraphs.graphed_function import graphed
-from retrograd.errors import first_line
+from retrograd.errors import InputsChangedError, first_line
 from retrograd.events import counters
 from retrograd.graph.backward_graph import Segment, call_of
 from retrograd.graph.fx import random_devices
@@ -97,6 +97,8 @@ class SegmentRunner:
         held, generators = list(args), generator_states(random_devices(lowered.graph))
         try:
             results = lowered(args, flat, self.code_of(lowered))
+        except InputsChangedError:
+            raise
         except Exception as error:
             counters["run_failures"] += 1
             # The inputs that we hold take memory. Without them the code may have enough.
