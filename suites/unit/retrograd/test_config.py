@@ -195,6 +195,7 @@ def test_a_strict_error_does_not_advise_what_strict_rules_out() -> None:
     loss = torch.ones(2, requires_grad=True).sin().sum()
     with retrograd.compiled_autograd(fails, strict=True), pytest.raises(retrograd.LoweringError) as refused:
         loss.backward()
+    assert refused.value.reason.node == "SumBackward0, SinBackward0"  # what opaque= takes
     assert str(refused.value).startswith("segment 0 cannot be compiled: ZeroDivisionError")
     assert refused.value.reason.way_out == (
         "name the node in opaque=, or do nothing: outside strict mode, only this segment is not compiled"

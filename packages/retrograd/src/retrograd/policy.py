@@ -124,6 +124,8 @@ QUIET, PATIENCE, MOST_TIDIED = 2, 4, 2
 KEPT_REPORTS = 200
 #: How many entries of one kind the short text of a report shows, so that it stays on one screen.
 SHOWN_IN_SHORT = 3
+#: How many autograd nodes of a segment a reason names: one of them may be given to ``opaque=``.
+NAMED_NODES = 8
 #: In seconds: when a compilation first says how far it is, and how often again; and when it says so once
 #: although nobody has asked for it.
 FIRST_PROGRESS, NEXT_PROGRESS, UNASKED_PROGRESS = 2, 5, 10

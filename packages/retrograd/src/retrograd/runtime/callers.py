@@ -1,6 +1,7 @@
 """Finds the user's line that called us.
 
-In: the stack of this thread. Out: the innermost line outside of torch and of us, for warnings and reports.
+In: the stack of this thread. Out: the innermost line outside of torch, contextlib and us, for warnings and
+reports.
 """
 
 from __future__ import annotations
@@ -30,4 +31,4 @@ def _users_frame(frame: FrameType) -> tuple[FrameType, int]:
 
 def _is_ours(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(("retrograd.", "torch."))
+    return name == "contextlib" or name.startswith(("retrograd.", "torch."))

@@ -23,10 +23,11 @@ from retrograd.backends.fallible import compile_fallible
 from retrograd.config import Config
 from retrograd.errors import LoweringError, Reason, Refusal, first_line
 from retrograd.events import counters, live_log
-from retrograd.graph.backward_graph import Segment, call_name
+from retrograd.graph.backward_graph import CallKind, Segment, call_name, call_of
 from retrograd.graph.emit import boxed_calls, last_uses
 from retrograd.graph.fx import copied
 from retrograd.live.plan_log import PlanLog
+from retrograd.policy import NAMED_NODES
 from retrograd.process import cached_property, restored_on_error
 from retrograd.report import INTERPRETED, LoweringReport, tell
 from retrograd.runtime.modes import (
@@ -165,8 +166,10 @@ class SegmentFunction:
 
     def reason(self, text: str, way_out: str = _WAY_OUT, code: str = "segment-not-compiled") -> Reason:
         """The reason why it is not compiled."""
-        names = map(call_name, self.segment.nodes[:3])
-        return Reason(code, text, "live.lower", node=", ".join(names), way_out=way_out)
+        nodes = (node for node in self.segment.nodes if call_of(node).kind is CallKind.NODE)
+        names = [*dict.fromkeys(map(call_name, nodes))]
+        shown = [*names[:NAMED_NODES], *["..."] * (len(names) > NAMED_NODES)]
+        return Reason(code, text, "live.lower", node=", ".join(shown), way_out=way_out)
 
     def tell(self, how: str, guards: str, because: str, *rest: Any) -> None:
         """Report a lowering. The arguments are those of `LoweringReport`."""
