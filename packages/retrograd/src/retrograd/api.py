@@ -366,7 +366,7 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
         found,
         "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y); "
         "or what retrograd.compile returned: retrograd.explain(compiled); a copy of that which shares the "
-        "original's code has no report",
+        "original's code has no report. retrograd.explain() shows torch.compile and compile_step, too",
     )
 
 

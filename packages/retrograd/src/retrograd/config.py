@@ -49,10 +49,10 @@ Rule = tuple[Callable[[Any], bool] | type, str]
 SWITCH: Rule = (_is_switch, "True or False")
 
 ALLOWED: Mapping[str, Rule] = {
-    "backend": (_is_compiler, "a backend's name, or a callable (gm, example_inputs) -> callable"),
+    "backend": (_is_compiler, "'aten', 'eager', 'inductor', or a callable (gm, example_inputs) -> callable"),
     "backward": (
         lambda value: value is None or _is_compiler(value),
-        "None, a backend's name, or a callable (gm, example_inputs) -> callable",
+        "None, 'aten', 'eager', 'inductor', or a callable (gm, example_inputs) -> callable",
     ),
     "partitioner": (
         lambda value: value in PARTITIONERS if isinstance(value, str) else callable(value),
