@@ -350,7 +350,7 @@ class RegionCode:
     def _first_run(
         self, code: _Code, ctx: Any, cotangents: Sequence[torch.Tensor | None], args: list[Any]
     ) -> list[Any]:
-        """Gradients by code that has not run yet. If it raises, we interpret its graph; else, eager runs."""
+        """Gradients by code that has not run. If it raises, its graph is interpreted; failing that, eager."""
         given, generators = [*args], generator_states(self._graph.summary.random_devices)
         name = self._partition.joint.state.name
         try:
