@@ -108,7 +108,7 @@ def refuse_imports(rows: Iterable[Row], path: Path, trust: bool) -> None:
 def _imports(row: Row, own: str) -> Iterator[str]:
     """What the row's subject and corpus name to be imported: a module, a Python file, a folder, a store."""
     form, _, place = row.subject.partition(":")
-    if form == "import" or (form == "compile" and ":" in place):
+    if form == "import" or ":" in place:
         yield f"{place.rpartition(':')[0]} (of the subject {row.subject})"
     if (place := corpora.imported_by(row.case)) and place != own:
         yield f"{place} (of the case {row.case})"
