@@ -19,6 +19,7 @@ from gradparity.finds import Judged
 from gradparity.issue.markdown import Find, markdown
 from gradparity.repro.script import runnable, script
 from gradparity.repro.short import short
+from gradparity.subjects.places import portable, with_neighbours
 from gradparity.sweep import DIFFERS, VERSIONS, said
 from gradparity.writing import write_text
 
@@ -26,7 +27,8 @@ from gradparity.writing import write_text
 def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
     """Writes the script. Raises ReproError if there is no form in plain torch."""
     path = folder / f"repro_{label(found)}.py"
-    return write_text(path, script(found.program, found.subject, found.row, device, path.name))
+    text = script(found.program, found.subject, found.row, device, path.name)
+    return write_text(path, portable(text, found.subject.file, folder))
 
 
 def write_short(found: Judged, folder: Path) -> Path | None:
@@ -34,7 +36,7 @@ def write_short(found: Judged, folder: Path) -> Path | None:
     path = folder / f"short_{label(found)}.py"
     with suppress(CaseError, ReproError):
         for text in short(runnable(found.program), found.subject, found.row):
-            write_text(path, text)
+            write_text(path, portable(text, found.subject.file, folder))
             told = said(Path(sys.executable), path)
             raises = "raise" in found.row.symptom or "exception" in found.row.symptom
             if told.startswith(DIFFERS) and ("raises" not in told or raises):
@@ -51,7 +53,8 @@ def write_issue(found: Judged, folder: Path, sweep: dict[str, str]) -> Path:
     attached = "" if one.is_file() else f"repro_{label(found)}.py"
     find = Find(found.row, program.doc, text, environment, program.issue, sweep, attached, VERSIONS)
     if (file := found.subject.file) is not None:
-        find = replace(find, backend=(file.name, file.read_text(encoding="utf-8")))
+        beside = tuple(with_neighbours(file)[1:])
+        find = replace(find, backend=(file.name, file.read_text(encoding="utf-8"), *beside))
     draft = markdown(find)
     draft = draft if file is None else draft.replace(str(file), file.name)
     return write_text(folder / f"issue_{label(found)}.md", draft)

@@ -16,6 +16,7 @@ from typing import Any
 
 from gradparity.errors import ReproError
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import needed
 from gradparity.verdict import Row
 
 WIDTH, LONGEST = 100, 190
@@ -32,7 +33,7 @@ def shown({words}):
     torch.manual_seed(0)
     try:
         {run}
-    except Exception as error:
+{missing}    except Exception as error:
         print(repr(error)[:200])
         return {{"raises": type(error).__name__}}
 
@@ -50,6 +51,12 @@ eager, found = shown({eager}), shown({subject})
 print(f"eager: {{eager}}\\n{name}: {{found}}")
 sys.exit(not all(map(same, *map(tree_leaves, (eager, found)))))
 """
+MISSING = """\
+    except ModuleNotFoundError as error:
+        print(f"could not run: {error}", file=sys.stderr)
+        sys.exit(5)
+"""
+"""Where the subject imports something."""
 RUN = """
 def run({words}):
     torch.manual_seed(0)
@@ -135,12 +142,15 @@ def _text(source: str, subject: Subject, row: Row, manner: Manner) -> str:
     if row.check and row.check not in ENDS:
         raise ReproError(f"there is no short form of what the check {row.check} finds")
     return (TEXT + ENDS.get(row.check, VALUES)).format(
-        heading=fill(reason, WIDTH).replace("\\", "\\\\").replace('"', "'"),
+        heading="\n\n".join(filter(None, (fill(reason, WIDTH), needed(subject.file))))
+        .replace("\\", "\\\\")
+        .replace('"', "'"),
         imports="\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
         definitions="\n\n\n".join([*called.definitions, *definitions]),
         words=called.words,
         run=called.run,
         plain_run=called.run.replace("\n    ", "\n"),
+        missing=MISSING if any("import " in text for text in called.definitions) else "",
         exact="rtol=0, atol=0, " if subject.bitwise else "",
         eager=called.eager,
         subject=called.subject,

@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,14 +51,33 @@ def file_of(place: str) -> Path | None:
     return path.resolve() if module and path.is_file() else None
 
 
-def imported_beside(file: Path) -> list[str]:
-    """The names of the files in the file's own folder that it imports, and that those import."""
-    found: dict[str, None] = {}
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found |= dict.fromkeys(f"{name.partition('.')[0]}.py" for name in names)
-    return [name for name in found if name != file.name and file.with_name(name).is_file()]
+def with_neighbours(file: Path) -> list[str]:
+    """The name of the file, and those of the files in its folder that it imports, or that these import."""
+    found = [file.name]
+    for name in found:  # it grows
+        nodes = list(ast.walk(ast.parse(file.with_name(name).read_text(encoding="utf-8"))))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        others = dict.fromkeys(f"{name.partition('.')[0]}.py" for name in names)
+        found += [other for other in others if other not in found and file.with_name(other).is_file()]
+    return found
+
+
+def needed(file: Path | None) -> str:
+    """A line for the head of a script that runs the file; "" without one."""
+    told = (
+        f"Needs {', '.join(with_neighbours(file))}: beside this script, or in {str(file.parent)!r}"
+        if file
+        else ""
+    )
+    return f"{told} from here." if told else ""
+
+
+def portable(text: str, file: Path | None, folder: Path) -> str:
+    """A script for this folder, in which the folder of the file is relative to the script's own."""
+    if file is None:
+        return text
+    return text.replace(repr(str(file.parent)), repr(os.path.relpath(file.parent, folder.resolve())))
 
 
 @functools.cache
