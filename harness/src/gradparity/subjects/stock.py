@@ -95,6 +95,8 @@ class StockCompile(DynamoSubject):
         if backend not in STAGES:
             self.accountable = True
             self.stock = StockCompile("stock-compile:aot_eager", "aot_eager")
+        if backend not in (*STAGES, "inductor") and not own_random:
+            self.as_shipped = StockCompile(name, backend, own_random=True)
 
     @property
     def script(self) -> str:
