@@ -7,7 +7,7 @@ In: a judged case, a folder. Out: `repro_<signature>.py`, which observes all tha
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,16 +31,23 @@ def write_script(found: Judged, folder: Path, device: torch.device) -> Path:
     return write_text(path, portable(text, found.subject.file, folder))
 
 
-def write_short(found: Judged, folder: Path) -> Path | None:
-    """Writes the shortest script that differs when it is run, as the row says; None if there is none."""
+def write_short(found: Judged, folder: Path, tell: Callable[[str], None] = lambda why: None) -> Path | None:
+    """Writes the shortest script that differs when it is run, as the row says; None if there is none: `tell`
+    hears why.
+    """
     path = folder / f"short_{label(found)}.py"
-    with suppress(CaseError, ReproError):
+    why = "the program has no short form"
+    try:
         for text in short(runnable(found.program), found.subject, found.row):
             write_text(path, portable(text, found.subject.file, folder))
             told = said(Path(sys.executable), path)
             raises = "raise" in found.row.symptom or "exception" in found.row.symptom
             if told.startswith(DIFFERS) and ("raises" not in told or raises):
                 return path
+            why = f"a short form does not show the difference: {told}"
+    except (CaseError, ReproError) as error:
+        why = str(error)
+    tell(f"no {path.name}: {why}")
     path.unlink(missing_ok=True)
     return None
 

@@ -129,7 +129,9 @@ def test_the_sweep_and_the_thread_stand_in_it() -> None:
 
 
 def test_the_title_names_subject_stage_and_operator() -> None:
-    assert title(ROW).startswith("compile:aot_eager [aot_eager]: hook-order at aten.mul.Tensor")
+    """The stage only where the subject's name does not say it."""
+    assert title(ROW).startswith("compile:aot_eager: hook-order at aten.mul.Tensor")
+    assert title(replace(ROW, subject="compile:inductor")).startswith("compile:inductor [aot_eager]: hook")
 
 
 @pytest.mark.parametrize(

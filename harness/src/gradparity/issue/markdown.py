@@ -87,7 +87,7 @@ def _backend(find: Find) -> str:
 def title(row: Row) -> str:
     """One line, as an issue would be called."""
     where = f" at {row.operator}" if row.operator else ""
-    stage = f" [{row.stage}]" if row.stage else ""
+    stage = f" [{row.stage}]" if row.stage not in row.subject else ""
     return f"{row.subject}{stage}: {row.symptom}{where} differs from eager"
 
 
