@@ -214,7 +214,7 @@ def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -
         result.stdout,
     )
     assert not json.loads(Path("out", "conformance.json").read_text())["complete"]
-    assert ">incomplete: 0 fail of 1, 6 to run<" in Path("out", "conformance.svg").read_text()
+    assert ">incomplete: 1 of 6 cases, 0 failed<" in Path("out", "conformance.svg").read_text()
 
 
 def test_a_backend_that_had_no_time_is_told_that_nothing_was_judged(home: Path) -> None:

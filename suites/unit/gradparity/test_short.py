@@ -93,6 +93,14 @@ def test_each_word_of_the_probe_has_a_plain_one(line: str, written: str) -> None
     assert written in program(first(f"def run(p):\n    {line}\n"))
 
 
+def test_a_function_of_the_name_that_the_text_needs_gets_another() -> None:
+    source = "def program(x):\n    return x.sin()\n\ndef run(p):\n    y = p.compile(program)(p.randn(1))\n"
+    text = first(source)
+    assert text.count("def program(") == 1
+    assert "y = compile(drawn_program)(torch.randn(1))" in text
+    assert first(source).partition("def drawn_program(x):\n    return x.sin()")[1]
+
+
 def test_a_value_in_a_loop_keeps_its_number() -> None:
     text = program(first("def run(p):\n    for n in range(2):\n        p.value('v', n)\n"))
     assert "seen.update({('v', len(seen)): n})" in text

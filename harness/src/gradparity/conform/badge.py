@@ -39,7 +39,7 @@ def badge(found: Conformance) -> str:
     colour = COLOURS[found.reached + 1]
     if not found.is_complete:
         failed = len({item.case for item in found.results if item.result == FAILED})
-        text, colour = f"incomplete: {failed} fail of {found.cases}, {found.planned} to run", GREY
+        text, colour = f"incomplete: {found.cases} of {found.planned} cases, {failed} failed", GREY
     label = f"gradparity, torch {found.versions['torch'].partition('+')[0]}"
     long, longer = round(LETTER * len(label)), round(LETTER * len(text))
     left, right = long + 2 * EDGE, longer + 2 * EDGE

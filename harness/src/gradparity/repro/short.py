@@ -9,6 +9,7 @@ must run it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from textwrap import fill
@@ -125,6 +126,8 @@ MANNERS = (Manner(), Manner(settings=True), Manner(hidden=True), Manner(state=Tr
 
 def short(source: str, subject: Subject, row: Row) -> Iterator[str]:
     """The texts, the shortest first. Raises ReproError if the program has none, or the subject."""
+    if "def program(" in source:  # the name that the text needs
+        source = re.sub(r"\bprogram\b", "drawn_program", source)
     texts = (_text(source, subject, row, manner) for manner in MANNERS)
     yield from dict.fromkeys(texts)
 
@@ -215,7 +218,9 @@ class _Plain(ast.NodeTransformer):
             elif not isinstance(node, (ast.Import, ast.ImportFrom)):
                 found.append(node)
         if left := [node for node in found if "p" in _names(node)]:
-            raise ReproError(f"there is no short form of {ast.unparse(left[0]).splitlines()[0]}")
+            lines = ast.unparse(left[0]).splitlines()
+            line = next((line for line in lines if re.search(r"\bp\b", line)), lines[0])
+            raise ReproError(f"there is no short form of {line.strip()}")
         return found
 
     def _program(self, run: ast.FunctionDef, words: str) -> ast.FunctionDef:
