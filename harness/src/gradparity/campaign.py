@@ -268,7 +268,9 @@ def run(
     if known is not None:
         campaign.rows = known.mark(campaign.rows, accountable)
         complete = not campaign.ending.interrupted
-        campaign.stale = known.stale(campaign.rows, sampled=plan.sampled) if complete else []
+        campaign.stale = (
+            known.stale(campaign.rows, sampled=plan.sampled or source is not Corpora) if complete else []
+        )
     return campaign
 
 

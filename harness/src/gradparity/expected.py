@@ -10,6 +10,7 @@ only, `torch = "2.14.."` or `torch = "2.11..2.13"`; under others it is not there
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +30,9 @@ FALLBACK_FIELDS = ("subject", "cases", "code", "reason", "date")
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """What every entry says. `case` is a glob over whole addresses, `subject` over subject names."""
+    """What every entry says. `case` is a glob over whole addresses, `subject` over subject names as a user
+    gives them: also without "compile:", or a file alone.
+    """
 
     subject: str
     case: str
@@ -38,7 +41,9 @@ class _Entry:
 
     def matches(self, row: Row) -> bool:
         """Whether the entry speaks about this row's case and subject."""
-        return fnmatchcase(row.subject, self.subject) and fnmatchcase(row.case, self.case)
+        backend = row.subject.removeprefix("compile:")
+        names = (row.subject, backend, re.sub(r"(?<=\.py):\w+$", "", backend))
+        return fnmatchcase(row.case, self.case) and any(fnmatchcase(name, self.subject) for name in names)
 
     @property
     def names_one_case(self) -> bool:

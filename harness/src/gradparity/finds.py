@@ -62,12 +62,17 @@ class Judged:
 
 
 def named(text: str, subject: str | None, path: Path | None, seed: int, trust: bool = False) -> Named:
-    """What "corpus::name" or a signature means; of a store, see `refuse_imports`. Raises UnknownNameError or
-    CaseError.
+    """What "corpus::name", the file of a find or a signature means; of a store, see `refuse_imports`. Raises
+    UnknownNameError or CaseError.
     """
+    file = Path(text)
+    if path is None and file.suffix == ".json" and SEPARATOR not in text:
+        return named(f"{PREFIX}{file.parent}{SEPARATOR}{file.stem}", subject, file.parent, seed, trust)
     if path is None:
         if subject is None:
-            raise UnknownNameError("find", text, ["CORPUS::NAME with --subject, or a signature with --store"])
+            raise UnknownNameError(
+                "find", text, ["CORPUS::NAME with --subject, the file of a find, or a signature with --store"]
+            )
         return Named(Case.parse(text, seed), subject)
     rows = recorded(path)
     key = "case" if SEPARATOR in text else "signature"
@@ -108,7 +113,7 @@ def refuse_imports(rows: Iterable[Row], path: Path, trust: bool) -> None:
 def _imports(row: Row, own: str) -> Iterator[str]:
     """What the row's subject and corpus name to be imported: a module, a Python file, a folder, a store."""
     form, _, place = row.subject.partition(":")
-    if form == "import" or (form == "compile" and ":" in place):
+    if form == "import" or ":" in place:
         yield f"{place.rpartition(':')[0]} (of the subject {row.subject})"
     if (place := corpora.imported_by(row.case)) and place != own:
         yield f"{place} (of the case {row.case})"

@@ -24,6 +24,7 @@ from gradparity.differential import Comparison
 from gradparity.errors import CaseError
 from gradparity.exhibit import timelines
 from gradparity.probe import Body, Probe
+from gradparity.report import STOCKS_OWN
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 from gradparity.work import compared, quiet
@@ -84,6 +85,7 @@ def assert_parity(fn: Any, inputs: Any = (), *, subject: str = DEFAULT_SUBJECT, 
 def explained(row: Row, found: Comparison | None) -> str:
     """A row in several lines, with both timelines where the hooks differ."""
     lines = [f"{row.verdict}: {row.subject} and eager differ in {row.case}: {row.symptom}", f"  {row.reason}"]
+    lines += [f"  {STOCKS_OWN}: it is {row.where}"] if row.stocks_own else []
     lines += [f"  note: {note}" for note in row.notes]
     if row.verdict is Verdict.HOOK_ORDER and found is not None and found.evidence is not None:
         shown = timelines(found.evidence)

@@ -10,6 +10,7 @@ runs.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +27,9 @@ OPTIONS = {
     "json": "write the rows of all checks, one line of JSON each",
 }
 """Each is an option --gradparity-NAME, and a setting gradparity_NAME in pytest's own file."""
+
+TRACE_LOG = "torch.__trace"
+"""Torch's log for tlparse, which is always at its lowest level: pytest captures all of it otherwise."""
 
 MARKER = "gradparity(subjects=None, device=None, seed=None): how this test's checks are made"
 
@@ -79,6 +83,8 @@ class Checker:
         Arguments: as `gradparity.parity.Target` says; further checks by name ("reuse", "leaks", …).
         """
         module = importlib.import_module("gradparity.parity")
+        log = logging.getLogger(TRACE_LOG)
+        log.handlers = [one for one in log.handlers if not type(one).__module__.startswith("_pytest.")]
         name = f"{self.item.name}".replace("::", ".")
         settings = {"name": name, "seed": self.seed, "checks": tuple(checks), "device": self.device}
         (row,) = module.check(fn, inputs, subjects=(self.subject,), hooks=hooks, **settings)

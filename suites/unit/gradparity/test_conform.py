@@ -10,13 +10,15 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
+from typer.testing import Result as Ran
 
 from gradparity.campaign import Campaign
 from gradparity.cli import app
 from gradparity.cli.conform import print_conformance
 from gradparity.conform import run as conform_run
 from gradparity.conform.badge import badge
+from gradparity.conform.compare import changed
 from gradparity.conform.levels import (
     LEVELS,
     MOST_SCENARIOS,
@@ -25,7 +27,7 @@ from gradparity.conform.levels import (
     places,
     spread,
 )
-from gradparity.conform.outcome import FAILED, PASSED, STOCKS, Conformance, read
+from gradparity.conform.outcome import FAILED, PASSED, STOCKS, Conformance, Result, read
 from gradparity.conform.run import minutes_for_all
 from gradparity.corpus.registry import corpus
 from gradparity.verdict import Row, Verdict
@@ -92,11 +94,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def conform(*words: str) -> Result:
+def conform(*words: str) -> Ran:
     return CliRunner().invoke(app, ["conform", *words], env={"COLUMNS": "150"})
 
 
-def judged(backend: str, out: str, *words: str) -> tuple[Result, Conformance]:
+def judged(backend: str, out: str, *words: str) -> tuple[Ran, Conformance]:
     result = conform("-b", backend, "-n", "0", "--device", "cpu", "--out", out, *words)
     return result, read(Path(out) / "conformance.json")
 
@@ -157,7 +159,7 @@ def test_a_stage_of_stock_passes_what_it_passes(home: Path) -> None:
 def test_what_a_case_costs_is_a_remark(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conform_run, "places", lambda: CHOSEN[:1])
     result, found = judged("planted_backends.py:large", "out", "--check", "memory")
-    assert (result.exit_code, failed(found)) == (0, {}), result.output
+    assert (result.exit_code, failed(found)) == (5, {}), result.output
     assert {item.verdict for item in found.results} == {"MEMORY"}
     assert "remark: MEMORY in" in result.stdout
 
@@ -193,16 +195,26 @@ def test_an_expected_file_works_for_every_backend(home: Path) -> None:
     Path("known.toml").write_text("[[expected]]\n" + entry.format("HOOK_ORDER"))
     result, found = judged("planted_backends.py:hookless", "out", "--expected", "known.toml")
     assert (result.exit_code, failed(found), found.count(3)["expected"]) == (0, {}, 2), result.output
+    entry = entry.replace('"compile:*"', '"eager"').replace('"*"', '"op_db::sin::0"')
+    Path("known.toml").write_text("[[expected]]\n" + entry.format("DIVERGE"))
+    result, _ = judged("compile:eager", "out", "--expected", "known.toml")
+    assert (
+        result.exit_code,
+        "stale entry, nothing is so any more: DIVERGE eager op_db" in result.stdout,
+    ) == (1, True)
 
 
 def test_what_had_no_time_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, found = judged("eager", "out", "--minutes", "0.1")
-    assert (result.exit_code, found.planned, found.cases) == (0, 6, 1)
-    assert "1 of 6 cases; 5 had no time" in result.stdout
-    assert "reaches level 1 of 4 in these" in result.stdout
+    assert (result.exit_code, found.planned, found.cases) == (5, 6, 1)
+    assert "incomplete: 1 of 6 cases; 5 had no time" in result.stdout
+    assert "no level is claimed; in these, nothing fails up to level 1." in result.stdout
     assert re.search(
-        r"no time for levels 2, 3, 4\nall cases need about [12] minutes: --minutes [12]\n", result.stdout
+        r"nothing can be said of levels 2, 3, 4: .*\nall cases need about [12] minutes: --minutes [12]\n",
+        result.stdout,
     )
+    assert not json.loads(Path("out", "conformance.json").read_text())["complete"]
+    assert ">incomplete: 1 of 6 cases, 0 failed<" in Path("out", "conformance.svg").read_text()
 
 
 def test_a_backend_that_had_no_time_is_told_that_nothing_was_judged(home: Path) -> None:
@@ -210,8 +222,21 @@ def test_a_backend_that_had_no_time_is_told_that_nothing_was_judged(home: Path) 
     shown = Console(file=StringIO(), width=150)
     print_conformance(shown, nothing, None)
     text = shown.file.getvalue()
-    assert "0 of 6 cases; 6 had no time. b reaches no level.\n" in text
-    assert "no time for levels 0, 1, 2, 3, 4\ngive it more time: --minutes\n" in text
+    assert "incomplete: 0 of 6 cases; 6 had no time. Of b no level is claimed; no level passes.\n" in text
+    assert "nothing can be said of levels 0, 1, 2, 3, 4: " in text
+    assert text.endswith("give it more time: --minutes\n")
+
+
+def test_a_comparison_fails_for_a_lost_level_and_for_a_case_that_no_longer_agrees(home: Path) -> None:
+    passed, aside = Result("op_db::sin::0", 0, "passed", "AGREE"), Result("op_db::sin::0", 0, "set aside", "")
+    one, two, none = (Conformance("b", {}, "cpu", "own", 1, results) for results in ((passed,), (aside,), ()))
+    assert (changed(one, one).is_loss, changed(two, one).is_loss) == (False, False)
+    assert (changed(one, two).unlike, changed(one, two).is_loss) == ((aside,), True)
+    assert (changed(one, none).unlike, changed(one, none).is_loss) == ((), True)
+    Path("none.json").write_text(none.text())
+    Path("one.json").write_text(one.text())
+    result = conform("--compare", "one.json", "none.json")
+    assert (result.exit_code, "level reached: 0 → incomplete, none" in result.stdout) == (1, True)
 
 
 def test_the_time_for_all_cases_is_that_of_the_cases_that_ran() -> None:

@@ -3,11 +3,14 @@ aside.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from gradparity.differential import compare
+from gradparity.case import Case
+from gradparity.corpus import registry as corpora
+from gradparity.differential import ONLY_SET, compare
 from gradparity.errors import CaseError
 from gradparity.subjects.base import Subject
 from gradparity.subjects.eager import Eager
@@ -156,3 +159,33 @@ def test_a_last_bit_of_an_operation_that_torch_declares_nondeterministic_is_set_
     row = compare(bench.program(body), resolve(f"planted:{fault}"), CPU).row
     assert row.verdict is verdict
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+PARTITIONED = """
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+def plain(gm, inputs):
+    return make_boxed_func(gm.forward)
+
+def larger(gm, inputs):
+    return make_boxed_func(lambda *args: [one * 1.01 for one in gm(*args)])
+
+default = aot_autograd(fw_compiler=plain, bw_compiler=plain)
+wrong = aot_autograd(fw_compiler=plain, bw_compiler=larger)
+"""
+
+
+@pytest.mark.parametrize(("function", "verdict"), [("default", Verdict.AGREE), ("wrong", Verdict.DIVERGE)])
+def test_a_backend_is_not_blamed_for_a_setting_that_we_made(
+    tmp_path: Path, function: str, verdict: Verdict
+) -> None:
+    """Under fallback_random, AOTAutograd's default partitioner leaves a second draw in the backward."""
+    (tmp_path / "partitioned.py").write_text(PARTITIONED)
+    program = corpora.program(Case("scenarios", "aot_draw_dropout_channels_last"), CPU)
+    row = compare(program, resolve(f"compile:{tmp_path}/partitioned.py:{function}"), CPU).row
+    assert (row.verdict, row.stocks_own, ONLY_SET in row.notes) == (
+        verdict,
+        False,
+        verdict is Verdict.AGREE,
+    )

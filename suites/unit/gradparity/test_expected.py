@@ -54,6 +54,17 @@ def test_explained_rows_are_marked(tmp_path: Path) -> None:
     assert [item.expected for item in marked] == [True, False, False]
 
 
+@pytest.mark.parametrize("name", ["mine.py:graph", "compile:mine.py:graph", "mine.py", "*mine.py:*"])
+def test_a_backend_is_named_in_an_entry_as_it_is_on_the_command_line(tmp_path: Path, name: str) -> None:
+    known = entries(tmp_path, ENTRY.replace("retrograd-*", name))
+    differs, agrees = (
+        row(0, verdict, subject="compile:mine.py:graph") for verdict in (Verdict.DIVERGE, Verdict.AGREE)
+    )
+    assert known.mark([differs])[0].expected
+    assert known.stale([agrees])
+    assert not known.stale([replace(agrees, subject="compile:other.py:graph")])
+
+
 @pytest.mark.parametrize(
     ("rows", "is_stale"),
     [

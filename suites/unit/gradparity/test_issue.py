@@ -129,7 +129,9 @@ def test_the_sweep_and_the_thread_stand_in_it() -> None:
 
 
 def test_the_title_names_subject_stage_and_operator() -> None:
-    assert title(ROW).startswith("compile:aot_eager [aot_eager]: hook-order at aten.mul.Tensor")
+    """The stage only where the subject's name does not say it."""
+    assert title(ROW).startswith("compile:aot_eager: hook-order at aten.mul.Tensor")
+    assert title(replace(ROW, subject="compile:inductor")).startswith("compile:inductor [aot_eager]: hook")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,9 @@ def test_each_symptom_has_its_page(symptom: str, anchor: str) -> None:
 
 def test_the_text_of_a_backends_file_stands_in_it() -> None:
     told = draft(backend=("mine.py", "def f(gm, inputs):\n    return gm\n"))
-    assert (
-        "### The backend\n\n`mine.py` defines it. Put it where the script runs:\n\n```python\ndef f(" in told
-    )
+    assert "### The backend\n\n`mine.py` defines it. Put it beside the script:\n\n```python\ndef f(" in told
+    told = draft(backend=("mine.py", "import one, two\n", "one.py", "two.py"))
+    assert "`mine.py` defines it. It imports `one.py`, `two.py`: attach that, too. Put it beside" in told
     assert "`mine.py` defines it. It has 200 lines: attach it." in draft(backend=("mine.py", "a\n" * 200))
 
 

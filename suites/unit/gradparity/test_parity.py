@@ -51,6 +51,11 @@ def test_hooks_of_a_module_are_watched_if_asked_for_and_both_timelines_are_told(
     assert ">>   0  tensor m.2.bias" in str(caught.value)
 
 
+def test_it_is_told_if_stock_shows_the_same() -> None:
+    with pytest.raises(ParityError, match=r"\n  stock's own: it is already with aot_eager"):
+        gradparity.assert_parity(network(), torch.randn(2, 3), subject="stock-passes:inductor", hooks=True)
+
+
 def test_some_hooks_by_name_and_what_they_return() -> None:
     double = {"input 0": lambda grad: grad * 2}
     assert gradparity.assert_parity(product, inputs(), subject="eager", hooks=double)

@@ -64,6 +64,17 @@ def test_an_option_goes_before_the_setting_and_torch_is_imported_by_checks_only(
     assert "2 passed" in done.stdout
 
 
+def test_a_test_that_fails_captures_nothing_of_torchs_trace_log(folder: Path) -> None:
+    (folder / "test_it.py").write_text(
+        "import torch\n\ndef test_hooks(gradparity):\n"
+        "    layers = [torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3)]\n"
+        "    gradparity.check(torch.nn.Sequential(*layers), torch.randn(2, 3), hooks=True)\n"
+    )
+    done = run(folder, "--gradparity-subjects", "compile:aot_eager")
+    assert (done.returncode, "HOOK_ORDER: compile:aot_eager" in done.stdout) == (1, True), done.stdout
+    assert "torch.__trace" not in done.stdout
+
+
 def test_a_seed_that_is_no_number_is_a_usage_error(folder: Path) -> None:
     done = run(folder, "--gradparity-seed", "many")
     assert done.returncode == 4

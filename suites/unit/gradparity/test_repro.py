@@ -17,7 +17,7 @@ from gradparity.corpus.generated import scripted
 from gradparity.corpus.scenario import registered
 from gradparity.errors import ReproError
 from gradparity.finds import Judged
-from gradparity.handover import write_script
+from gradparity.handover import write_script, write_short
 from gradparity.observe import Observed, observe
 from gradparity.outcome import describe
 from gradparity.repro import standalone
@@ -238,3 +238,33 @@ def test_a_backend_in_a_file_of_the_working_folder_is_found_from_everywhere(tmp_
         assert "gradparity" not in path.read_text().partition("# --- program")[0].partition('"""\n\n')[2]
         done = run(path, "check")
         assert (done.returncode, "Error" in done.stdout) == (1, False), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("write", [lambda found, out: write_script(found, out, CPU), write_short])
+def test_a_script_names_the_files_that_it_needs_and_where_they_are(tmp_path, write) -> None:
+    """By a path from the script's own folder; one that cannot import them says so, and does not differ."""
+    text = (
+        "import {}\n\ndef wrong(gm, inputs):\n    return lambda *args: tuple(2 * one for one in gm(*args))\n"
+    )
+    (tmp_path / "a_backend.py").write_text(text.format("a_codegen"))
+    (tmp_path / "a_codegen.py").write_text("import a_table\n")
+    (tmp_path / "a_table.py").touch()
+    source = "import torch\n\n\ndef run(p):\n    x = p.leaf('x', p.randn(1, requires_grad=True))\n    "
+    source += "out = p.compile(lambda a: a.sin())(x)\n    p.value('v', out)\n"
+    program, subject = (
+        Program(Case("c", "n"), scaled, source=source),
+        resolve(f"{tmp_path}/a_backend.py:wrong"),
+    )
+    path = write(Judged(program, subject, row(program.case, subject.name)), tmp_path / "out")
+    words = path.read_text().replace(subject.name, "")
+    assert str(tmp_path) not in words
+    assert "Needs a_backend.py, a_codegen.py, a_table.py: beside this script, or in '..' from here." in words
+    assert run(path, "check").returncode == 1
+    (tmp_path / "a_table.py").rename(tmp_path / "out" / "a_table.py")
+    assert run(path, "check").returncode == 1
+    (tmp_path / "out" / "a_table.py").unlink()
+    for words in ((), ("check",), ("--unittest",)):
+        done = run(path, *words)
+        assert (done.returncode, done.stderr) == (5, "could not run: No module named 'a_table'\n"), (
+            done.stdout
+        )

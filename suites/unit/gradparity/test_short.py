@@ -12,11 +12,11 @@ from gradparity.case import Case
 from gradparity.corpus import registry as corpora
 from gradparity.corpus.base import Program
 from gradparity.corpus.scenario import registered
-from gradparity.errors import ReproError
-from gradparity.finds import Judged, handed_over
-from gradparity.fuzzing.find import Find
+from gradparity.errors import ReproError, UnknownNameError
+from gradparity.finds import Judged, handed_over, named
+from gradparity.fuzzing.find import Find, Folder
 from gradparity.fuzzing.smaller import as_drawn, written
-from gradparity.handover import write_short
+from gradparity.handover import label, write_short
 from gradparity.repro.script import runnable
 from gradparity.repro.short import short
 from gradparity.subjects.base import Subject
@@ -91,6 +91,14 @@ def program(compile):
 )
 def test_each_word_of_the_probe_has_a_plain_one(line: str, written: str) -> None:
     assert written in program(first(f"def run(p):\n    {line}\n"))
+
+
+def test_a_function_of_the_name_that_the_text_needs_gets_another() -> None:
+    source = "def program(x):\n    return x.sin()\n\ndef run(p):\n    y = p.compile(program)(p.randn(1))\n"
+    text = first(source)
+    assert text.count("def program(") == 1
+    assert "y = compile(drawn_program)(torch.randn(1))" in text
+    assert first(source).partition("def drawn_program(x):\n    return x.sin()")[1]
 
 
 def test_a_value_in_a_loop_keeps_its_number() -> None:
@@ -179,11 +187,22 @@ def find_of(program: Program, subject: Subject) -> Find:
     return find
 
 
+def test_the_file_of_a_find_names_it(tmp_path: Path) -> None:
+    find = find_of(corpora.program(Case("op_db", "sin", 0), CPU), resolve("planted:scale-grad"))
+    file = Folder(tmp_path).save(find)
+    meant = named(str(file), None, None, 0)
+    assert (meant.subject, meant.case.address) == (find.subject, f"folder:{tmp_path}::{find.name}")
+    with pytest.raises(UnknownNameError, match=f"known .*{find.name}"):
+        named(str(tmp_path / "compile_inductor_1f2e3d4c.json"), None, None, 0)
+
+
 def test_what_agrees_leaves_no_script(tmp_path: Path) -> None:
     found = Judged(
         corpora.program(Case("demo", "gradient_of_an_unused_output"), CPU), resolve("eager"), row()
     )
-    assert write_short(found, tmp_path) is None
+    told: list[str] = []
+    assert write_short(found, tmp_path, told.append) is None
+    assert told == [f"no short_{label(found)}.py: a short form does not show the difference: agrees"]
     assert list(tmp_path.iterdir()) == []
 
 

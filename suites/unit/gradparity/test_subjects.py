@@ -15,6 +15,7 @@ from gradparity.errors import ReproError, UnavailableError, UnknownNameError
 from gradparity.fired import counting
 from gradparity.subjects import registry
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import function_at
 from gradparity.subjects.registry import NAMED, full_name, listed, resolve
 from gradparity.subjects.stock_newer import NEEDS, PRECOMPILE, Feature
 
@@ -442,6 +443,80 @@ def test_a_function_that_a_file_lacks_is_answered_with_those_that_it_has(tmp_pat
         resolve(f"compile:{file}:compile_grph")
     with pytest.raises(UnknownNameError, match=r"(?s)did you mean  json:dumps.*try .*FILE.py:FUNCTION"):
         resolve("compile:json:dmps")
+
+
+OWN = """
+import gradparity
+
+def compile_graph(gm, inputs):
+    calls.append(gm)
+    return gm.forward
+
+def _calls_of():
+    return calls
+
+calls = []
+
+class Live(gradparity.Subject):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "way", ["live", "aot", "aot+dynamic", "live+aot_eager", "compile", "compile+live", "live+retrograd-aot"]
+)
+def test_retrograd_takes_a_code_generator_from_a_file(tmp_path: Path, monkeypatch, way: str) -> None:
+    file = tmp_path / f"{re.sub('[^a-z]', '_', way)}.py"
+    file.write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    name = f"retrograd-{way}:{file.name}:compile_graph"
+    subject = resolve(full_name(name))
+    subject.reset(cold=True)
+    assert (subject.name, subject.bitwise, subject.accountable) == (name, False, True)
+    assert (subject.file, full_name(f"retrograd-{way}:{file.name}")) == (file, name)
+    x = torch.ones(2, requires_grad=True)
+    with subject.around(), subject.backward():
+        subject.compile(lambda t: t.sin() * 2)(x).sum().backward()
+    assert function_at(f"{file.name}:_calls_of")()
+    assert torch.equal(x.grad, 2 * torch.ones(2).cos())
+
+
+def test_the_flags_of_a_code_generator_of_a_file_are_options(fake, tmp_path: Path) -> None:
+    (tmp_path / "flagged.py").write_text(OWN)
+    resolve(f"retrograd-aot:{tmp_path}/flagged.py:compile_graph+cudagraphs").compile(len)
+    made = fake.aot.made[-1][2]
+    assert (made["backend"].__name__, made["cudagraphs"]) == ("compile_graph", True)
+
+
+def test_a_subject_of_ones_own_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "h.py"
+    file.write_text(OWN)
+    assert resolve(f"import:{file}:Live").accountable
+    for wrong, told in (("Liv", rf"did you mean  import:{file}:Live\?"), ("calls", "'list'.*not callable")):
+        with pytest.raises(UnknownNameError, match=rf"(?s)unknown subject.*{told}"):
+            resolve(f"import:{file}:{wrong}")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("retrograd-live:one_backnd.py:compile_graph", "one_backend.py:compile_graph"),
+        ("retrograd-live:one_backend.py:compile_grap", "one_backend.py:compile_graph"),
+        (
+            "retrograd-lve:one_backend.py:compile_graph",
+            "retrograd-live:one_backend.py:compile_graph",
+        ),
+        ("import:one_backnd.py:Live", "one_backend.py:Live"),
+    ],
+)
+def test_nearest_names_are_of_the_kind_that_was_looked_up(
+    tmp_path: Path, monkeypatch, name: str, meant: str
+) -> None:
+    (tmp_path / "one_backend.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownNameError) as found:
+        resolve(name)
+    assert f"did you mean  {meant}" in str(found.value)
 
 
 def test_the_functions_of_a_file_are_listed_only_for_an_error(tmp_path: Path, monkeypatch) -> None:

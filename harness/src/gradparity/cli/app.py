@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from gradparity import settings
 from gradparity.errors import SettingsError
 
-USAGE_ERROR = 4
+USAGE_ERROR, NOTHING_RAN = 4, 5
 OPTIONS = {
     "subjects": "subject",
     "corpora": "corpus",

@@ -15,7 +15,9 @@ from rich.table import Table
 
 from gradparity import campaign, expected
 from gradparity.cli import completion, options
+from gradparity.cli.app import NOTHING_RAN
 from gradparity.cli.issue import Folder
+from gradparity.cli.outcome import print_stale
 from gradparity.cli.progress import watching
 from gradparity.conform.badge import badge
 from gradparity.conform.compare import Change, changed
@@ -61,9 +63,10 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
 ) -> None:
     """Judges a backend on a fixed choice of programs, from the values of operators to training loops.
 
-    Writes conformance.json and conformance.svg. Exits with 1 if the backend fails anywhere; with --compare,
-    if the second run fails a case that the first one did not fail. What --check memory and --check slow find
-    is a remark, and fails nothing.
+    Writes conformance.json and conformance.svg. Exits with 1 if the backend fails anywhere, with 5 if nothing
+    fails but a level has no case that could be judged; with --compare, with 1 if the second run fails a case,
+    or no longer passes one, or reaches a lower level. What --check memory and --check slow find is a remark,
+    and fails nothing.
 
     \b
     Examples:
@@ -75,7 +78,7 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
     with options.errors(console):
         if compare is not None:
             change = print_change(console, read(compare[0]), read(compare[1]))
-            raise typer.Exit(int(bool(change.broken)))
+            raise typer.Exit(int(change.is_loss))
         if backend is None:
             raise typer.BadParameter("name a --backend, or two files to --compare")
         plan = campaign.Plan(
@@ -99,8 +102,9 @@ def conform(  # noqa: PLR0913 - a command has as many parameters as options
     print_conformance(console, found, minutes_for_all(result))
     for error in result.errors:
         console.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
+    print_stale(console, result)
     console.print(f"wrote {out / 'conformance.json'} and {out / 'conformance.svg'}", markup=False)
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(result.exit_code or (NOTHING_RAN if found.unjudged else 0))
 
 
 def print_conformance(console: Console, found: Conformance, minutes: int | None) -> None:
@@ -128,10 +132,11 @@ def print_conformance(console: Console, found: Conformance, minutes: int | None)
     for verdict, times in remarks.items():
         console.print(f"remark: {verdict} in {times} results that pass", markup=False)
     console.print(found.describe(), markup=False)
-    if found.cases >= found.planned:
+    if found.unjudged:
+        told = ", ".join(map(str, found.unjudged))
+        console.print(f"nothing can be said of levels {told}: no case of theirs was judged", markup=False)
+    if found.is_complete:
         return
-    if empty := [str(number) for number in range(len(LEVELS)) if not found.count(number)]:
-        console.print(f"no time for levels {', '.join(empty)}", markup=False)
     enough = f"all cases need about {minutes} minutes: --minutes {minutes}"
     console.print(enough if minutes else "give it more time: --minutes", markup=False)
 
@@ -143,14 +148,22 @@ def print_change(console: Console, before: Conformance, after: Conformance) -> C
         old, new = before.versions.get(name, "none"), after.versions.get(name, "none")
         if old != new:
             console.print(f"{name}: {old} → {new}", markup=False)
-    for title, items, style in (("fails now", change.broken, "red"), ("mended", change.mended, "green")):
+    changes = (
+        ("fails now", change.broken, "red"),
+        ("no longer agrees", change.unlike, "red"),
+        ("mended", change.mended, "green"),
+    )
+    for title, items, style in changes:
         console.print(f"{title}: {len(items)}", style=style)
         for item in items[:MOST_SHOWN]:
             console.print(f"  {item.case}  {item.symptom}".rstrip(), markup=False, soft_wrap=True)
     if change.only_before or change.only_after:
         told = f"only in the first run: {change.only_before} cases; only in the second: {change.only_after}"
         console.print(told, markup=False)
-    reached = [str(found.reached) if found.reached >= 0 else "none" for found in (before, after)]
+    reached = [
+        ("" if found.is_complete else "incomplete, ") + (str(found.reached) if found.reached >= 0 else "none")
+        for found in (before, after)
+    ]
     console.print(f"level reached: {' → '.join(reached)}", markup=False)
     return change
 

@@ -31,6 +31,7 @@ from gradparity.sweep import sweep as swept
 from gradparity.verdict import Row
 from gradparity.work import Task
 
+CASE = "CORPUS::NAME[::INDEX], the file of a find, or with --store a signature"
 Folder = Annotated[Path, typer.Option("--out", "-o", help="the folder to write into")]
 Environments = Annotated[
     Path | None, typer.Option("--environments", help="where environments are kept; default: the user's cache")
@@ -42,7 +43,7 @@ Versions = Annotated[
 
 
 def issue(  # noqa: PLR0913 - a command has as many parameters as options
-    case: Annotated[str, typer.Argument(help="CORPUS::NAME[::INDEX], or with --store a signature")],
+    case: Annotated[str, typer.Argument(help=CASE)],
     subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     out: Folder = Path(),
@@ -67,6 +68,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
     Examples:
       gradparity issue scenarios::two_branches_tensor_hooks -s stock-ca:eager
       gradparity issue 1f2e3d4c --store results.db --sweep 2.12.0
+      gradparity issue finds/compile_inductor_1f2e3d4c.json
     """
     console = options.console()
     with options.errors(console):
@@ -86,7 +88,7 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
         if row.symptom.endswith(OUTSIDE):
             tell(f"{row.verdict}: {row.reason}; there is no program to write down")
             raise typer.Exit(5)
-        script, one = write_script(found, out, where), write_short(found, out)
+        script, one = write_script(found, out, where), write_short(found, out, tell)
         folder, asked = environments or default_folder(), list(sweep_versions or [])
         told = said(Path(sys.executable), one or script)
         if not told.startswith(DIFFERS):

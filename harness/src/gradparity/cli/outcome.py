@@ -55,14 +55,19 @@ def print_campaign(console: Console, plan: campaign.Plan, result: campaign.Campa
     wrong = standard_error(console)
     for error in result.errors:
         wrong.print(f"could not run: {error}", style="red", markup=False, soft_wrap=True)
-    for entry in result.stale:
-        told = f"stale entry, nothing is so any more: {entry.describe()}"
-        console.print(told, style="red", markup=False, soft_wrap=True)
+    print_stale(console, result)
     if result.ending.broken:
         wrong.print(f"error: {result.ending.broken}", style="red", markup=False, soft_wrap=True)
     for row in result.ending.unwritten:
         console.print(f"not written: {line(row).strip()}", markup=False, soft_wrap=True)
     console.print(summary(result), markup=False, soft_wrap=True)
+
+
+def print_stale(console: Console, result: campaign.Campaign) -> None:
+    """The entries of the file of known divergences that explain nothing any more."""
+    for entry in result.stale:
+        told = f"stale entry, nothing is so any more: {entry.describe()}"
+        console.print(told, style="red", markup=False, soft_wrap=True)
 
 
 def print_rows(console: Console, rows: list[Row]) -> None:

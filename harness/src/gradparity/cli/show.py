@@ -14,6 +14,7 @@ from rich.console import Console
 from gradparity import report
 from gradparity.ablation.ablate import Ablation
 from gradparity.cli import options
+from gradparity.cli.issue import CASE
 from gradparity.finds import apart, named
 from gradparity.timeline import show_unit
 from gradparity.verdict import Row
@@ -21,9 +22,7 @@ from gradparity.work import Task
 
 
 def show(  # noqa: PLR0913 - a command has as many parameters as options
-    case: Annotated[
-        str, typer.Argument(help="CORPUS::NAME, CORPUS::NAME::INDEX, or with --store a signature")
-    ],
+    case: Annotated[str, typer.Argument(help=CASE)],
     subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     device: options.DeviceOption = options.Device.auto,

@@ -14,7 +14,7 @@ import typer
 
 from gradparity import report
 from gradparity.cli import options
-from gradparity.cli.issue import Folder
+from gradparity.cli.issue import CASE, Folder
 from gradparity.errors import ReproError
 from gradparity.finds import handed_over, named, smaller
 from gradparity.fuzzing.smaller import Effort
@@ -24,7 +24,7 @@ from gradparity.work import Task
 
 
 def shrink(  # noqa: PLR0913 - a command has as many parameters as options
-    case: Annotated[str, typer.Argument(help="CORPUS::NAME[::INDEX], or with --store a signature")],
+    case: Annotated[str, typer.Argument(help=CASE)],
     subject: options.OneSubject = None,
     store: Annotated[Path | None, typer.Option("--store", help="look a signature up here")] = None,
     out: Folder = Path(),
@@ -50,7 +50,11 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
         found = named(case, subject, store, seed, trust)
         task = Task.of(found.case, found.subject, where, checks=found.checks(check))
         effort = Effort(where, timeout, seconds)
-        made = smaller(task, effort, lambda text: console.print(text, markup=False, soft_wrap=True))
+
+        def tell(text: str) -> None:
+            console.print(text, markup=False, soft_wrap=True)
+
+        made = smaller(task, effort, tell)
         if isinstance(made, Row):
             why = f": {made.reason}" if made.reason else ""
             console.print(f"{made.verdict}: nothing to shrink{why}", markup=False, soft_wrap=True)
@@ -58,7 +62,7 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
         find, done = made
         try:
             script = write_script(handed_over(find), out, torch.device(where))
-            one = write_short(handed_over(find), out)
+            one = write_short(handed_over(find), out, tell)
             told = f"wrote {script}" + (f" and {one}" if one is not None else "")
         except ReproError as error:
             console.print(find.shrunk.source, markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from gradparity.conform.outcome import FAILED, PASSED, Conformance
 
 COLOURS = ("#c0392b", "#d68910", "#b7950b", "#7d9b2e", "#4c9a2a", "#2e8540")
 """By level reached, none first."""
+GREY = "#7f7f7f"
 LETTER, EDGE = 6.6, 10
 """About how wide a letter is, and the space beside a text."""
 SVG = """\
@@ -28,11 +29,17 @@ SVG = """\
 
 
 def badge(found: Conformance) -> str:
-    """The highest level reached; if there is none, how many cases of the first level pass."""
+    """The highest level reached; if there is none, how many cases of the first level pass; of a run that did
+    not have time for all cases, how many ran and fail.
+    """
     count = found.count(0)
     text = f"level {found.reached} of {len(LEVELS) - 1}"
     if found.reached < 0:
         text = f"{count[PASSED]} of {count[PASSED] + count[FAILED]} at level 0"
+    colour = COLOURS[found.reached + 1]
+    if not found.is_complete:
+        failed = len({item.case for item in found.results if item.result == FAILED})
+        text, colour = f"incomplete: {found.cases} of {found.planned} cases, {failed} failed", GREY
     label = f"gradparity, torch {found.versions['torch'].partition('+')[0]}"
     long, longer = round(LETTER * len(label)), round(LETTER * len(text))
     left, right = long + 2 * EDGE, longer + 2 * EDGE
@@ -46,5 +53,5 @@ def badge(found: Conformance) -> str:
         width=left + right,
         middle=left / 2,
         other=left + right / 2,
-        colour=COLOURS[found.reached + 1],
+        colour=colour,
     )

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gradparity.campaign import Campaign, Plan
+from gradparity.case import SEPARATOR
 from gradparity.conform.levels import LEVELS, level_of_symptom, shown_by
 from gradparity.errors import StoreError
 from gradparity.reading import read_as, written_by_us
@@ -44,7 +45,7 @@ class Result:
 @dataclass(frozen=True)
 class Conformance:
     """All results of a backend. `planned`: how many cases there are; of a slow backend only the first ones
-    run within the time. `policy` is that of `Blame`.
+    run within the time: then no level is claimed. `policy` is that of `Blame`.
     """
 
     backend: str
@@ -60,7 +61,8 @@ class Conformance:
 
     @property
     def reached(self) -> int:
-        """The highest level at which, and below which, nothing fails and something passes; -1: none."""
+        """The highest level at which, and below which, nothing of what ran fails and something passes; -1:
+        none."""
         counts = [self.count(level) for level in range(len(LEVELS))]
         fails = (level for level, count in enumerate(counts) if count[FAILED] or not count[PASSED])
         return next(fails, len(LEVELS)) - 1
@@ -70,12 +72,27 @@ class Conformance:
         """How many cases ran."""
         return len({item.case for item in self.results})
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all cases ran."""
+        return self.cases >= self.planned
+
+    @property
+    def unjudged(self) -> list[int]:
+        """The levels of which nothing can be said: no case passed, failed, or is expected to fail."""
+        judged = {item.level for item in self.results if item.result in (PASSED, FAILED, EXPECTED)}
+        return [level for level in range(len(LEVELS)) if level not in judged]
+
     def describe(self) -> str:
         """The last line: how many cases ran, and the level."""
-        left = self.planned - self.cases
-        ran = f"{self.cases} of {self.planned} cases; {left} had no time" if left else f"{self.cases} cases"
-        reached = f"level {self.reached} of {len(LEVELS) - 1}" if self.reached >= 0 else "no level"
-        return f"{ran}. {self.backend} reaches {reached}{' in these' if left and self.reached >= 0 else ''}."
+        if self.is_complete:
+            reached = f"level {self.reached} of {len(LEVELS) - 1}" if self.reached >= 0 else "no level"
+            return f"{self.cases} cases. {self.backend} reaches {reached}."
+        ran = f"incomplete: {self.cases} of {self.planned} cases; {self.planned - self.cases} had no time"
+        shown = (
+            f"in these, nothing fails up to level {self.reached}" if self.reached >= 0 else "no level passes"
+        )
+        return f"{ran}. Of {self.backend} no level is claimed; {shown}."
 
     def failures(self) -> list[tuple[Result, int]]:
         """The first failure of each kind at each level, with how many there are."""
@@ -90,7 +107,13 @@ class Conformance:
             {"level": number, "title": level.title} | {name: self.count(number)[name] for name in RESULTS}
             for number, level in enumerate(LEVELS)
         ]
-        head = {"format": FORMAT, "reached": self.reached, "cases": self.cases, "levels": levels}
+        head = {
+            "format": FORMAT,
+            "reached": self.reached,
+            "complete": self.is_complete,
+            "cases": self.cases,
+            "levels": levels,
+        }
         whole = json.dumps(head | asdict(self) | {"results": []}, indent=1).removesuffix("[]\n}")
         lines = ",\n".join(f"  {json.dumps(asdict(item))}" for item in self.results)
         return f"{whole}[\n{lines}\n ]\n}}\n"
@@ -118,13 +141,14 @@ def conformance(plan: Plan, campaign: Campaign) -> Conformance:
     (subject,) = plan.subjects
     backend = subject.removeprefix("compile:")
     failing = {row.case for row in campaign.unexpected}
+    ran = {f"{row.subject} {SEPARATOR.join(row.case.split(SEPARATOR)[:2])}" for row in campaign.rows}
     results = [item for row in campaign.rows for item in _results(row, row.case in failing)]
     return Conformance(
         backend,
         {name: text for name, text in versions().items() if name != "system"} | _version_of(backend),
         plan.device,
         plan.blame.value,
-        campaign.total,
+        campaign.total - len(campaign.ended - ran),
         tuple(sorted(results, key=lambda item: (item.level, item.case))),
     )
 

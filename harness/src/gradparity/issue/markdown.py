@@ -31,7 +31,8 @@ DISCLOSED = (
 class Find:
     """All that a draft is made of. `script`: what the draft shows; `attached`: the file that runs it, if it
     does not run by itself; `sweep`: what it says under each version of torch; `versions`: those that matter;
-    `backend`: name and text of the file that defines the backend, which must lie where the script runs.
+    `backend`: name and text of the file that defines the backend, which must lie beside the script, and the
+    names of files that it imports.
     """
 
     row: Row
@@ -42,7 +43,7 @@ class Find:
     sweep: dict[str, str] = field(default_factory=dict)
     attached: str = ""
     versions: tuple[str, ...] = ()
-    backend: tuple[str, str] | None = None
+    backend: tuple[str, ...] | None = None
 
 
 def markdown(find: Find) -> str:
@@ -74,18 +75,19 @@ def _backend(find: Find) -> str:
     """The text of the user's own file; of a long one, a line that says what it is."""
     if find.backend is None:
         return ""
-    name, text = find.backend
+    name, text, *beside = find.backend
     lines = len(text.splitlines())
+    more = f" It imports {', '.join(f'`{other}`' for other in beside)}: attach that, too." if beside else ""
     if lines > MOST_LINES:
-        return f"### The backend\n\n`{name}` defines it. It has {lines} lines: attach it."
-    told = f"`{name}` defines it. Put it where the script runs:"
+        return f"### The backend\n\n`{name}` defines it. It has {lines} lines: attach it.{more}"
+    told = f"`{name}` defines it.{more} Put it beside the script:"
     return f"### The backend\n\n{told}\n\n```python\n{text.strip()}\n```"
 
 
 def title(row: Row) -> str:
     """One line, as an issue would be called."""
     where = f" at {row.operator}" if row.operator else ""
-    stage = f" [{row.stage}]" if row.stage else ""
+    stage = f" [{row.stage}]" if row.stage not in row.subject else ""
     return f"{row.subject}{stage}: {row.symptom}{where} differs from eager"
 
 

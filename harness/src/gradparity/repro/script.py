@@ -18,6 +18,7 @@ from gradparity.errors import ReproError
 from gradparity.repro import standalone
 from gradparity.repro.sources import Source, source_of, source_of_call
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import needed
 from gradparity.verdict import Row
 
 SETTINGS, MARK, END = "# --- settings ---", "# --- program ---", "# --- recorder ---"
@@ -30,7 +31,7 @@ FUNCTIONS = (
 
 USAGE = """
   python {name}             print what both show; exit status 1 while they differ
-  python {name} check       compare only
+  python {name} check       compare only; exit status 5 if the subject cannot be imported
   python {name} --unittest  a torch TestCase that fails while they differ
   python {name} --minify    write a shorter script beside this one"""
 
@@ -107,5 +108,6 @@ def _heading(program: Program, subject: Subject, row: Row, name: str) -> str:
     if row.where:
         lines.append(fill(f"{row.where[0].upper()}{row.where[1:]}.", 108))
     lines.append(f"Found with torch {torch.__version__}, seed {program.case.seed}.")
+    lines += filter(None, [needed(subject.file)])
     lines.append(USAGE.format(name=name).strip("\n"))
     return "\n\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")

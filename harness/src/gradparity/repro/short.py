@@ -9,6 +9,7 @@ must run it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from textwrap import fill
@@ -16,6 +17,7 @@ from typing import Any
 
 from gradparity.errors import ReproError
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import needed
 from gradparity.verdict import Row
 
 WIDTH, LONGEST = 100, 190
@@ -32,7 +34,7 @@ def shown({words}):
     torch.manual_seed(0)
     try:
         {run}
-    except Exception as error:
+{missing}    except Exception as error:
         print(repr(error)[:200])
         return {{"raises": type(error).__name__}}
 
@@ -50,6 +52,12 @@ eager, found = shown({eager}), shown({subject})
 print(f"eager: {{eager}}\\n{name}: {{found}}")
 sys.exit(not all(map(same, *map(tree_leaves, (eager, found)))))
 """
+MISSING = """\
+    except ModuleNotFoundError as error:
+        print(f"could not run: {error}", file=sys.stderr)
+        sys.exit(5)
+"""
+"""Where the subject imports something."""
 RUN = """
 def run({words}):
     torch.manual_seed(0)
@@ -118,6 +126,8 @@ MANNERS = (Manner(), Manner(settings=True), Manner(hidden=True), Manner(state=Tr
 
 def short(source: str, subject: Subject, row: Row) -> Iterator[str]:
     """The texts, the shortest first. Raises ReproError if the program has none, or the subject."""
+    if "def program(" in source:  # the name that the text needs
+        source = re.sub(r"\bprogram\b", "drawn_program", source)
     texts = (_text(source, subject, row, manner) for manner in MANNERS)
     yield from dict.fromkeys(texts)
 
@@ -135,12 +145,15 @@ def _text(source: str, subject: Subject, row: Row, manner: Manner) -> str:
     if row.check and row.check not in ENDS:
         raise ReproError(f"there is no short form of what the check {row.check} finds")
     return (TEXT + ENDS.get(row.check, VALUES)).format(
-        heading=fill(reason, WIDTH).replace("\\", "\\\\").replace('"', "'"),
+        heading="\n\n".join(filter(None, (fill(reason, WIDTH), needed(subject.file))))
+        .replace("\\", "\\\\")
+        .replace('"', "'"),
         imports="\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line))),
         definitions="\n\n\n".join([*called.definitions, *definitions]),
         words=called.words,
         run=called.run,
         plain_run=called.run.replace("\n    ", "\n"),
+        missing=MISSING if any("import " in text for text in called.definitions) else "",
         exact="rtol=0, atol=0, " if subject.bitwise else "",
         eager=called.eager,
         subject=called.subject,
@@ -205,7 +218,9 @@ class _Plain(ast.NodeTransformer):
             elif not isinstance(node, (ast.Import, ast.ImportFrom)):
                 found.append(node)
         if left := [node for node in found if "p" in _names(node)]:
-            raise ReproError(f"there is no short form of {ast.unparse(left[0]).splitlines()[0]}")
+            lines = ast.unparse(left[0]).splitlines()
+            line = next((line for line in lines if re.search(r"\bp\b", line)), lines[0])
+            raise ReproError(f"there is no short form of {line.strip()}")
         return found
 
     def _program(self, run: ast.FunctionDef, words: str) -> ast.FunctionDef:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradparity.errors import ReproError
 from gradparity.observe import Observed
+from gradparity.subjects.places import file_of
 
 
 class Blame(StrEnum):
@@ -35,7 +36,10 @@ class Subject(Observed):
     `stage`: what this subject does that `stock` does not. `answers_for_silent`: it answers for what
     `stock` does wrong, too, if nothing raises: values, layouts, side effects. `rounds_as`: stock torch with
     the same code generator: where a value is as near to float64 as stock's, or both are near to eager's,
-    the difference is the generator's.
+    the difference is the generator's. `as_shipped`: the same without a setting that gradparity makes so that
+    Inductor draws eager's numbers: a backend without Inductor's code may need none, and it also keeps random
+    calls that nothing uses. What agrees without it is no divergence. `place`: where the user's own backend
+    is, or a backend's name.
     """
 
     bitwise: bool = False
@@ -45,7 +49,9 @@ class Subject(Observed):
     stock: Subject | None = None
     answers_for_silent: bool = False
     rounds_as: Subject | None = None
+    as_shipped: Subject | None = None
     stage: str = ""
+    place: str = ""
     blame: Blame = Blame.own
 
     def __init__(self, name: str) -> None:
@@ -60,7 +66,7 @@ class Subject(Observed):
     @property
     def file(self) -> Path | None:
         """The user's own file that `script` runs, if there is one."""
-        return None
+        return file_of(self.place)
 
     @property
     def script(self) -> str:

@@ -3,21 +3,22 @@
 In: "eager", "stock-ca:inductor", "stock-step:aot_eager", "retrograd-live:eager",
 "retrograd-live+aot_eager:eager", "retrograd-aot:eager", "retrograd-compile:eager",
 "retrograd-compile+live:eager", "retrograd-step:eager", "compile:<backend>", "planted:<fault>",
-"import:<module>:<class>"; a backend without "compile:" in front; "retrograd-live:" and "retrograd-aot:" also
-with flags, as in "retrograd-live:inductor+cudagraphs". Out: a Subject. Raises UnknownNameError for anything
-else.
+"import:<module>:<class>"; a backend without "compile:" in front; behind "retrograd-…:" also the place of a
+function; "retrograd-live:" and "retrograd-aot:" also with flags, as in "retrograd-live:inductor+cudagraphs".
+Out: a Subject. Raises UnknownNameError for anything else.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from gradparity.errors import UnknownNameError
 from gradparity.subjects.base import Blame, Subject
 from gradparity.subjects.eager import Eager
 from gradparity.subjects.flags import backend_and_options, flagged, without_flags
+from gradparity.subjects.places import function_at, functions_of, loaded
 from gradparity.subjects.planted import FAULTS, planted
 from gradparity.subjects.retrograd_aot import BACKENDS as AOT_BACKENDS
 from gradparity.subjects.retrograd_aot import (
@@ -29,7 +30,7 @@ from gradparity.subjects.retrograd_aot import (
 )
 from gradparity.subjects.retrograd_behind_stock import FORWARDS, RetrogradBehindStock
 from gradparity.subjects.retrograd_live import BACKENDS, RetrogradLive
-from gradparity.subjects.stock import StockCompile, StockCompiledAutograd, function_at, functions_of
+from gradparity.subjects.stock import StockCompile, StockCompiledAutograd
 from gradparity.subjects.stock_newer import NEEDS, newer
 from gradparity.subjects.stock_passes import StockPasses
 
@@ -42,6 +43,10 @@ def _live(name: str) -> Subject:
 def _ahead(name: str) -> Subject:
     backend, options = backend_and_options(name)
     return RetrogradAot(name, backend, **options)
+
+
+def _backend(name: str) -> str:
+    return name.partition(":")[2]
 
 
 NAMED: dict[str, Callable[[str], Subject]] = {
@@ -61,21 +66,24 @@ NAMED: dict[str, Callable[[str], Subject]] = {
     },
     **{f"retrograd-aot:{backend}": _ahead for backend in AOT_BACKENDS},
     **dict.fromkeys(flagged(["retrograd-aot:inductor"]), _ahead),
-    "retrograd-aot+dynamic:eager": lambda name: RetrogradAot(name, "eager", dynamic=True),
-    "retrograd-live+retrograd-aot:eager": lambda name: RetrogradLiveOverAot(name, "eager"),
+    "retrograd-aot+dynamic:eager": lambda name: RetrogradAot(name, _backend(name), dynamic=True),
+    "retrograd-live+retrograd-aot:eager": lambda name: RetrogradLiveOverAot(name, _backend(name)),
     **{
-        f"retrograd-compile:{backend}": lambda name: RetrogradCompile(name, name.split(":")[1])
+        f"retrograd-compile:{backend}": lambda name: RetrogradCompile(name, _backend(name))
         for backend in AOT_BACKENDS
     },
     **{
-        f"retrograd-compile+live:{backend}": lambda name: RetrogradWhole(name, name.split(":")[1])
+        f"retrograd-compile+live:{backend}": lambda name: RetrogradWhole(name, _backend(name))
         for backend in AOT_BACKENDS
     },
     **{
-        f"retrograd-step:{backend}": lambda name: RetrogradStep(name, name.split(":")[1])
+        f"retrograd-step:{backend}": lambda name: RetrogradStep(name, _backend(name))
         for backend in AOT_BACKENDS
     },
 }
+
+OWN = {name.partition(":")[0]: made for name, made in NAMED.items() if name.startswith("retrograd-")}
+"""retrograd's ways, in which a backend of the user's own may stand."""
 
 FORMS = {
     "compile:<backend>": "torch.compile with any registered backend",
@@ -84,7 +92,8 @@ FORMS = {
     "compile:<backend>+random": "the same, drawing random numbers of its own",
     "stock-ca:<backend>": "eager forward, stock compiled autograd with any registered backend",
     "planted:<fault>": f"eager with a planted fault, to test the tester: {', '.join(FAULTS)}",
-    "import:<module>:<class>": "a Subject of your own",
+    "retrograd-<way>:<module>:<function>": "retrograd with a code generator of yours; also FILE.py:FUNCTION",
+    "import:<module>:<class>": "a Subject of your own; also import:FILE.py:CLASS",
 }
 
 
@@ -95,12 +104,13 @@ def full_name(name: str) -> str:
     Raises:
         UnknownNameError: the file does not define exactly one.
     """
-    forms = {form.partition(":")[0] for form in FORMS if ":" in form}
-    is_subject = name in NAMED or without_flags(name) in NAMED or name.partition(":")[0] in forms
-    named = name if is_subject else f"compile:{name}"
-    if named.startswith("compile:") and named.endswith(".py"):
-        return f"{named}:{_only_function(named.removeprefix('compile:'))}"
-    return named
+    is_subject = name in NAMED or without_flags(name) in NAMED or name.partition(":")[0] in {*_HEADS, *OWN}
+    named = name if is_subject or name.count(":") > 1 else f"compile:{name}"
+    form, _, rest = named.partition(":")
+    return f"{named}:{_only_function(rest)}" if form in ("compile", *OWN) and rest.endswith(".py") else named
+
+
+_HEADS = {form.partition(":")[0] for form in FORMS if ":" in form}
 
 
 def listed() -> list[str]:
@@ -132,7 +142,11 @@ def _made(name: str) -> Subject:
         return planted(name, rest)
     if form == "import":
         return _imported(name, rest)
-    raise UnknownNameError("subject", name, [*NAMED, *FORMS, *(f"planted:{fault}" for fault in FAULTS)])
+    if form in OWN and ":" in rest:
+        _check_function(backend_and_options(name)[0] if OWN[form] in (_live, _ahead) else rest)
+        return OWN[form](name)
+    own = [f"{head}:{rest}" for head in ("compile", *OWN) if ":" in rest]
+    raise UnknownNameError("subject", name, [*own, *NAMED, *FORMS, *(f"planted:{fault}" for fault in FAULTS)])
 
 
 def _halves(name: str) -> tuple[str, str]:
@@ -147,21 +161,29 @@ def _compile(name: str, backend: str) -> Subject:
     plain, _, flag = backend.partition("+")
     own_random, place = flag == "random", plain if flag == "random" else backend
     if ":" in place:
-        module = place.rpartition(":")[0]
-        with _explained(place, lambda: [f"{module}:{name}" for name in functions_of(module)]):
-            function_at(place)
+        _check_function(place)
         return StockCompile(name, place, own_random)
     return StockCompile(name, _registered(place), own_random)
 
 
-#: how a backend is named that torch does not have.
-_WAYS = "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of torch_dynamo_backends"
+def _check_function(place: str) -> None:
+    module = place.rpartition(":")[0]
+    with _explained(_BACKEND, place, lambda: [f"{module}:{name}" for name in functions_of(module)]):
+        function_at(place)
+
+
+_BACKEND = "torch.compile backend"
+#: how a backend is named that torch does not have, and a subject.
+_WAYS = {
+    _BACKEND: "compile:MODULE:FUNCTION, compile:FILE.py:FUNCTION, an entry point of torch_dynamo_backends",
+    "subject": "import:MODULE:CLASS, import:FILE.py:CLASS",
+}
 
 
 @contextmanager
-def _explained(place: str, functions: Callable[[], list[str]] = list) -> Iterator[None]:
-    """Whatever a user's module raises while it is imported becomes an UnknownNameError. It names what
-    `functions` lists, which asks the module once more.
+def _explained(what: str, place: str, there: Callable[[], list[str]] = list) -> Iterator[None]:
+    """Whatever a user's module raises while it is imported becomes an UnknownNameError. It names what is
+    `there`, which asks the module once more; if that is nothing, the files in the folder.
     """
     try:
         yield
@@ -169,17 +191,20 @@ def _explained(place: str, functions: Callable[[], list[str]] = list) -> Iterato
         why = f"{type(error).__name__}: {error}"
         known: list[str] = []
         with suppress(Exception, SystemExit):
-            known = functions()
-        raise UnknownNameError("torch.compile backend", place, known or [*NAMED], why, _WAYS) from error
+            known = there()
+        file, _, name = place.removeprefix("import:").rpartition(":")
+        if not known and file.endswith(".py") and not Path(file).is_file():
+            known = [f"{path}:{name}" for path in sorted(Path(file).parent.glob("*.py"))]
+        raise UnknownNameError(what, place, known or [*NAMED], why, _WAYS[what]) from error
 
 
 def _only_function(file: str) -> str:
     """The one function that the file defines."""
-    with _explained(file):
+    with _explained(_BACKEND, file):
         found = functions_of(file)
     if len(found) != 1:
         why = "it defines several functions; name one" if found else "it defines no function"
-        raise UnknownNameError("torch.compile backend", file, [f"{file}:{name}" for name in found], why)
+        raise UnknownNameError(_BACKEND, file, [f"{file}:{name}" for name in found], why)
     return found[0]
 
 
@@ -189,18 +214,22 @@ def _registered(backend: str) -> str:
 
     known: list[str] = torch._dynamo.list_backends(exclude_tags=None)
     if backend not in known:
-        raise UnknownNameError("torch.compile backend", backend, [*known, *NAMED], way_out=_WAYS)
+        raise UnknownNameError(_BACKEND, backend, [*known, *NAMED], way_out=_WAYS[_BACKEND])
     return backend
 
 
 def _imported(name: str, path: str) -> Subject:
     module, _, attribute = path.rpartition(":")
-    try:
-        made = getattr(importlib.import_module(module), attribute)(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UnknownNameError("subject", f"{name} ({error})", list(FORMS)) from error
-    if not isinstance(made, Subject):
-        raise UnknownNameError("subject", f"{name} (not a gradparity Subject)", list(FORMS))
+    with _explained("subject", name, lambda: [f"import:{module}:{one}" for one in _subjects_of(module)]):
+        made = getattr(loaded(module), attribute)(name)
+        if not isinstance(made, Subject):
+            raise TypeError(f"{attribute} is no gradparity.Subject")
     if not any("accountable" in vars(cls) for cls in type(made).__mro__ if cls is not Subject):
         made.accountable = True  # unless it says something else
     return made
+
+
+def _subjects_of(module: str) -> list[str]:
+    """The subclasses of Subject that a module has."""
+    classes = {name: value for name, value in vars(loaded(module)).items() if isinstance(value, type)}
+    return [name for name, value in classes.items() if issubclass(value, Subject) and value is not Subject]

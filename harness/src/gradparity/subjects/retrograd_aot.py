@@ -19,6 +19,7 @@ import torch
 
 from gradparity.errors import UnavailableError
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import backend_of, in_script
 from gradparity.subjects.retrograd_live import RetrogradLive
 from gradparity.subjects.stock import DynamoSubject, StockCompile
 
@@ -74,9 +75,9 @@ class RetrogradAot(Subject):
 
     def __init__(self, name: str, backend: str, **options: Any) -> None:
         super().__init__(name)
-        self.backend = backend
+        self.backend = self.place = backend
         self.bitwise = backend == "eager"
-        self._options = {"backend": backend, "dynamic": None, **options}
+        self._options = {"dynamic": None, **options}
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
 
@@ -84,16 +85,17 @@ class RetrogradAot(Subject):
     def script(self) -> str:
         """As a user calls it."""
         words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        imports, backend = in_script(self.backend)
         return (
-            "def by_subject(target):\n    import retrograd.aot\n\n"
+            f"def by_subject(target):\n    import retrograd.aot\n\n{imports}"
             "    is_module = isinstance(target, torch.nn.Module)\n"
             "    compiler = retrograd.aot.module if is_module else retrograd.aot.function\n"
-            f"    return compiler(target{words})\n"
+            f"    return compiler(target, backend={backend}{words})\n"
         )
 
     def compile(self, target: T) -> T:
         """The function or module behind all stages of the AOT path."""
-        return compiled_ahead(target, **self._options)
+        return compiled_ahead(target, backend=backend_of(self.backend), **self._options)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -132,7 +134,7 @@ class RetrogradLiveOverAot(RetrogradLive):
 
     def compile(self, target: T) -> T:
         """The function or module behind all stages of the AOT path."""
-        return compiled_ahead(target, backend=self.backend)
+        return compiled_ahead(target, backend=backend_of(self.backend))
 
     def begin(self) -> None:
         """Remembers what both paths have done so far."""
@@ -160,23 +162,25 @@ class RetrogradCompile(DynamoSubject):
         self.stock = StockCompile("stock-compile:eager", "eager")
         if inner == "inductor":
             self.rounds_as = StockCompile("stock-compile:inductor", "inductor")
-        self._options = {} if inner is None else {"options": {"backend": inner}}
+        self.place = inner or ""
         self._retrograd = imported("retrograd", name)
         self._journal = AotJournal(name)
 
     @property
     def script(self) -> str:
         """As a user calls torch.compile."""
-        words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        imports, inner = in_script(self.place)
+        words = f", options={{'backend': {inner}}}" if self.place else ""
         return (
-            "def by_subject(target):\n    import retrograd.dynamo\n\n"
+            f"def by_subject(target):\n    import retrograd.dynamo\n\n{imports}"
             f"    return torch.compile(target, backend={self.backend!r}{words})\n"
         )
 
     def compile(self, target: T) -> T:
         """The function or module under torch.compile."""
         compiler: Any = torch.compile
-        compiled: T = compiler(target, backend=self.backend, **self._options)
+        options = {"options": {"backend": backend_of(self.place)}} if self.place else {}
+        compiled: T = compiler(target, backend=self.backend, **options)
         return compiled
 
     @contextmanager
@@ -206,8 +210,7 @@ class RetrogradWhole(RetrogradCompile):
 
     def compile(self, target: T) -> T:
         """The function or module under retrograd.compile."""
-        backend = self._options["options"]["backend"]
-        compiled: T = self._retrograd.compile(target, backend=backend)
+        compiled: T = self._retrograd.compile(target, backend=backend_of(self.place))
         return compiled
 
     def notes(self) -> tuple[str, ...]:
@@ -240,9 +243,7 @@ class RetrogradStep(RetrogradWhole):
         def whole(*args: Any) -> T:
             return step(torch.Tensor.backward, *args)
 
-        compiled: Callable[..., T] = self._retrograd.compile_step(
-            whole, backend=self._options["options"]["backend"]
-        )
+        compiled: Callable[..., T] = self._retrograd.compile_step(whole, backend=backend_of(self.place))
         return compiled
 
     def notes(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradparity.errors import UnavailableError
 from gradparity.subjects.base import Subject
+from gradparity.subjects.places import backend_of, in_script
 
 BACKENDS = ("eager", "aten", "inductor")
 
@@ -27,7 +28,8 @@ class RetrogradLive(Subject):
 
     def __init__(self, name: str, backend: str, **options: Any) -> None:
         super().__init__(name)
-        self.backend, self._options = backend, options
+        self.backend = self.place = backend
+        self._options = options
         self.bitwise = backend == "eager"
         self._retrograd = _load(name)
         self._before: Counter[str] = Counter()
@@ -37,15 +39,16 @@ class RetrogradLive(Subject):
     def script(self) -> str:
         """As a user calls it."""
         words = "".join(f", {key}={value!r}" for key, value in self._options.items())
+        imports, backend = in_script(self.backend)
         return (
-            "def around_backward():\n    import retrograd\n\n"
-            f"    return retrograd.compiled_autograd(backend={self.backend!r}{words})\n"
+            f"def around_backward():\n    import retrograd\n\n{imports}"
+            f"    return retrograd.compiled_autograd(backend={backend}{words})\n"
         )
 
     def backward(self) -> AbstractContextManager[Any]:
         """Every backward inside is compiled by retrograd."""
         context: AbstractContextManager[Any] = self._retrograd.compiled_autograd(
-            backend=self.backend, **self._options
+            backend=backend_of(self.backend), **self._options
         )
         return context
 

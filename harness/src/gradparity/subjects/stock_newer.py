@@ -101,7 +101,7 @@ class StockStep(StockCompile):
     @property
     def script(self) -> str:
         """As a user calls it, with Dynamo's setting."""
-        return BY_COMPILE.format(backend=self.backend) + BY_STEP
+        return BY_COMPILE.format(imports="", backend=repr(self.backend)) + BY_STEP
 
     @contextmanager
     def around(self) -> Iterator[None]:
