@@ -422,6 +422,14 @@ def hook_with_bound_arguments(x: Tensor, inner: Tensor, log: list[str]) -> Tenso
     return y + inner
 
 
+def hooks_with_a_variable_that_changes(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
+    y, held, other = x * 2, x.detach(), x.detach() * 3
+    y.register_hook(lambda grad: grad * held)
+    held = other
+    y.register_hook(lambda grad: grad + held)
+    return y + inner
+
+
 def checkpoint_of_a_closure(x: Tensor, inner: Tensor, log: list[str]) -> Tensor:
     scale = 2 if x.sum() > 0 else 3
 
@@ -439,6 +447,7 @@ def checkpoint_of_an_argument(x: Tensor, inner: Tensor, log: list[str]) -> Tenso
 BEHIND_WHAT_STOPS = [
     hook_that_reads_what_it_closes_over,
     hook_with_bound_arguments,
+    hooks_with_a_variable_that_changes,
     checkpoint_of_a_closure,
     checkpoint_of_an_argument,
     sets_a_hook,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import (
 from retrograd.errors import Refusal, not_representable
 from retrograd.facts.patches import handled_here
 from retrograd.facts.releases import CHECKPOINT, checkpoint_options, policy_context, redrawing
+from retrograd.process import ThreadValue
 from retrograd.trace.first_run import FirstRun
 from retrograd.trace.functional import any_changed, mutations_of
 from retrograd.trace.graph_tracer import recorded, tracer_here
@@ -51,7 +51,7 @@ class Checkpoints:
     groups: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
-_checkpoints: ContextVar[Checkpoints] = ContextVar("checkpoints")
+_checkpoints: ThreadValue[Checkpoints | None] = ThreadValue(None)
 
 
 @contextmanager
@@ -67,12 +67,9 @@ def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> I
         Refusal: a checkpoint mutates one of these tensors. Eager repeats the mutation when it recomputes.
     """
     found = Checkpoints(given)
-    token = _checkpoints.set(found)
 
     def without_reentry(original: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if first is not None:
-            first.hides("it calls a checkpoint")
-        if first is not None and first.is_eager:
+        if first is not None and first.hides("it calls a checkpoint"):
             yield from original(*first.real(args), **first.real(kwargs))  # its function runs once more
             return
         contexts, repeats_draws = checkpoint_options(*args, **kwargs)
@@ -85,11 +82,12 @@ def checkpoints_marked(given: Sequence[Any], first: FirstRun | None = None) -> I
         with _marked(args, repeats_draws):
             yield
 
-    try:
-        with handled_here(CHECKPOINT, without_reentry), checkpoints_inlined(reentrant, first):
-            yield found
-    finally:
-        _checkpoints.reset(token)
+    with (
+        _checkpoints.switched(found),
+        handled_here(CHECKPOINT, without_reentry),
+        checkpoints_inlined(reentrant, first),
+    ):
+        yield found
 
 
 @contextmanager
@@ -107,9 +105,7 @@ def checkpoints_inlined(
 
     def run(original: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Replaces ``CheckpointFunction.apply``. Grad is enabled only if an argument requires grad."""
-        if first is not None:
-            first.hides("it calls a checkpoint")
-        if first is not None and first.is_eager:
+        if first is not None and first.hides("it calls a checkpoint"):
             return original(function, preserve_rng_state, *args)
         wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
@@ -150,7 +146,7 @@ def _marked(
     Raises:
         Refusal: the checkpoint mutated its arguments or the traced function's inputs, or drew random numbers.
     """
-    checkpoints = _checkpoints.get(Checkpoints())
+    checkpoints = _checkpoints.get() or Checkpoints()
     marking, given = Marking(contexts, otherwise, next(checkpoints.groups)), checkpoints.given
     seen, count = [value for value in (*given, *args) if isinstance(value, torch.Tensor)], len(given)
     differentiable, before = torch.is_grad_enabled(), [mutations_of(value) for value in seen]

@@ -14,7 +14,7 @@ Exception`` does not catch abandons the run, and the function must be called aga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CellType
 from typing import Any, NamedTuple
@@ -90,7 +90,8 @@ class FirstRun:
         self.has_ended = self.is_computing = False
         self._end: tuple[Any, Exception | None] = None, None
         self._seen, self._calls, self._computed = seen, list[_Call](), 0
-        self._filled = set[int]()
+        #: Identities of the variables that are being filled: a function may close over itself.
+        self._filling = set[int]()
         #: By identity of a tensor of the trace, the real tensor; None if it is not computed yet.
         self._real: dict[int, Any] = _by_identity(seen, self.leaves)
 
@@ -145,13 +146,15 @@ class FirstRun:
 
     # the calls
 
-    def hides(self, why: str) -> None:
+    def hides(self, why: str) -> bool:
         """Note that the function does what recorded calls do not tell. While tracing works, they cannot be
-        replayed from then on. Once it has stopped, they cannot be made again in another trace."""
+        replayed from then on. Once it has stopped, they cannot be made again in another trace. Returns
+        `is_eager`."""
         if self.is_eager:
             self._is_repeated = False
         else:
             self.why_not = why
+        return self.is_eager
 
     def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a call."""
@@ -190,7 +193,8 @@ class FirstRun:
             func, args, kwargs = real = self.real(parts)
             return leaf if real is parts else partial(func, *args, **kwargs)
         for cell in getattr(leaf, "__closure__", None) or ():
-            self._fill(cell)
+            if id(cell) not in self._filling:
+                self._fill(cell)
         if not isinstance(leaf, torch.Tensor) or not is_traced(leaf):
             return leaf
         if (real := self._real.get(_key(leaf))) is None:
@@ -199,12 +203,16 @@ class FirstRun:
 
     def _fill(self, cell: CellType) -> None:
         """Put real tensors into a variable that a function closes over."""
-        if id(cell) not in self._filled:
-            self._filled.add(id(cell))
-            with suppress(ValueError):  # it has no value
-                held = cell.cell_contents
-                if (real := self.real(held)) is not held:
-                    cell.cell_contents = real
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it has no value
+            return
+        self._filling.add(id(cell))
+        try:
+            if (real := self.real(held)) is not held:
+                cell.cell_contents = real
+        finally:
+            self._filling.remove(id(cell))
 
     def compute(self) -> None:
         """Replay the recorded calls that were not replayed yet.

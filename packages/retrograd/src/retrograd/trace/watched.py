@@ -86,9 +86,7 @@ class Watched(ClosureTensors):
     def given_to_function(self, original: Callable[[Any], Any], args: Sequence[Any]) -> Any:
         """As in `ClosureTensors`."""
         first = self._first
-        if first is not None:
-            first.hides("it calls a custom autograd.Function")
-        if first is not None and first.is_eager:
+        if first is not None and first.hides("it calls a custom autograd.Function"):
             return original(tuple(map(first.real, args)))
         return super().given_to_function(original, args)
 
