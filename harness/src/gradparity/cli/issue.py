@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from gradparity import report
 from gradparity.campaign import OUTSIDE
 from gradparity.case import Case
 from gradparity.cli import options
-from gradparity.cli.app import USAGE_ERROR
+from gradparity.cli.app import NOTHING_RAN, USAGE_ERROR
 from gradparity.corpus.folder import PREFIX
 from gradparity.errors import CaseError
 from gradparity.finds import Judged, apart, handed_over, judged, named, smaller
@@ -75,19 +76,16 @@ def issue(  # noqa: PLR0913 - a command has as many parameters as options
         where = torch.device(options.device_name(device))
         meant = named(case, subject, store, seed, trust)
         task = Task.of(meant.case, meant.subject, where.type, True, meant.checks(check))
-
-        def tell(text: str) -> None:
-            console.print(text, markup=False, soft_wrap=True)
-
+        tell = partial(console.print, markup=False, soft_wrap=True)
         made = shrunk(task, Effort(where.type, timeout, seconds), tell) if seconds else None
         found = made or as_it_is(task, timeout)
         row = found.row
         if not (row.is_find or row.stocks_own):
             tell(f"{row.verdict}: nothing to report")
-            raise typer.Exit(5)
+            raise typer.Exit(NOTHING_RAN)
         if row.symptom.endswith(OUTSIDE):
             tell(f"{row.verdict}: {row.reason}; there is no program to write down")
-            raise typer.Exit(5)
+            raise typer.Exit(NOTHING_RAN)
         script, one = write_script(found, out, where), write_short(found, out, tell)
         folder, asked = environments or default_folder(), list(sweep_versions or [])
         told = said(Path(sys.executable), one or script)

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 
 from gradparity import report
 from gradparity.cli import options
+from gradparity.cli.app import NOTHING_RAN
 from gradparity.cli.issue import CASE, Folder
 from gradparity.errors import ReproError
 from gradparity.finds import handed_over, named, smaller
@@ -50,15 +52,12 @@ def shrink(  # noqa: PLR0913 - a command has as many parameters as options
         found = named(case, subject, store, seed, trust)
         task = Task.of(found.case, found.subject, where, checks=found.checks(check))
         effort = Effort(where, timeout, seconds)
-
-        def tell(text: str) -> None:
-            console.print(text, markup=False, soft_wrap=True)
-
+        tell = partial(console.print, markup=False, soft_wrap=True)
         made = smaller(task, effort, tell)
         if isinstance(made, Row):
             why = f": {made.reason}" if made.reason else ""
             console.print(f"{made.verdict}: nothing to shrink{why}", markup=False, soft_wrap=True)
-            raise typer.Exit(5)
+            raise typer.Exit(NOTHING_RAN)
         find, done = made
         try:
             script = write_script(handed_over(find), out, torch.device(where))

@@ -65,12 +65,10 @@ def with_neighbours(file: Path) -> list[str]:
 
 def needed(file: Path | None) -> str:
     """A line for the head of a script that runs the file; "" without one."""
-    told = (
-        f"Needs {', '.join(with_neighbours(file))}: beside this script, or in {str(file.parent)!r}"
-        if file
-        else ""
-    )
-    return f"{told} from here." if told else ""
+    if file is None:
+        return ""
+    files = ", ".join(with_neighbours(file))
+    return f"Needs {files}: beside this script, or in {str(file.parent)!r} from here."
 
 
 def portable(text: str, file: Path | None, folder: Path) -> str:

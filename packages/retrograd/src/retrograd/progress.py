@@ -76,12 +76,12 @@ def watched(what: str, done: Callable[[], str] = str) -> Iterator[None]:
     if _here.get() is not None:
         yield
         return
-    watched = _Watched(what, done)
+    here = _Watched(what, done)
     try:
-        with _here.switched(watched):
+        with _here.switched(here):
             yield
     finally:
-        watched.finished.set()
+        here.finished.set()
 
 
 @contextmanager

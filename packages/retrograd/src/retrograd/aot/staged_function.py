@@ -38,6 +38,7 @@ _STAGE = "aot.function"
 #: how arguments are nested: their number if no argument is a container, otherwise their pytree spec.
 _Form = int | pytree.TreeSpec
 
+_HOOKS = replace(HOOKS, stage=_STAGE)
 _FLAT = frozenset({torch.Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
 
@@ -80,7 +81,7 @@ class AotFunction(Decorated):
         except CaptureError as error:
             return self._specialized.run_eagerly(error.reason, eagerly)
         if state.has_hooks():
-            return self._specialized.run_eagerly(HOOKS, eagerly)
+            return self._specialized.run_eagerly(_HOOKS, eagerly)
         leaves = [*state.current(), *flat, state.token]
         constants = tuple([constant_key(leaf) for leaf in flat if not isinstance(leaf, torch.Tensor)])
         roots, switches = tuple(map(id, state.given)), (len(leaves), *state.switches())

@@ -14,7 +14,6 @@ depending on strides, which changes rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,12 @@ from torch._prims_common import (
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from retrograd.facts import answers, fact
+from retrograd.process import ThreadValue
 from retrograd.runtime.tensor import has_overlaps
 
 _HALF = (torch.bfloat16, torch.float16)
 #: Re-entrancy guard: the operator that currently bypasses this table.
-_within: ContextVar[Any] = ContextVar("within", default=None)
+_within: ThreadValue[Any] = ThreadValue(None)
 
 
 def laid_out_as_real(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -48,11 +48,8 @@ def _laid_out(operator: Any, given: Callable[..., Any] | None, *args: Any, **kwa
         return NotImplemented if given is None else given(*args, **kwargs)
     if fact("copies", operator) and has_overlaps(args[0]):
         args = (args[0].clone(), *args[1:])
-    token = _within.set(operator)
-    try:
+    with _within.switched(operator):
         result = operator(*args, **kwargs)
-    finally:
-        _within.reset(token)
     return laid_out_like_real(operator, result, args)
 
 
