@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import retrograd
@@ -69,11 +70,13 @@ def measured(device: str, rounds: int = ROUNDS) -> dict[str, float]:
             x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
             cotangent = torch.randn_like(x)
             forward, y = timed(device, lambda model=model, x=x: model(x))
+            held = get_gradient_edge(y)  # torch 2.11 lets go of an autograd.Function between the halves
             halves = [y], [cotangent], [x], made.parameters()
             inputs, (_, groups) = timed(device, lambda halves=halves: stage_backward_input(*halves))
             weights, _ = timed(
                 device, lambda made=made, groups=groups: stage_backward_weight(made.parameters(), groups)
             )
+            del held
             made.zero_grad()
             if number >= WARM_UP:
                 seconds[way].append((forward + inputs + weights, weights))

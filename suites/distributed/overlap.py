@@ -1,7 +1,7 @@
-"""Training steps of a GPT on several ranks: time, waits between streams, memory, and hidden communication.
+"""Training steps on several ranks: time, waits between streams, memory, and hidden communication.
 
-In: the names of wrappers and ways in, and the sizes of the model. Out: one JSON file, with the torch version
-and the device. The ways take turns in one process for each rank, each with a model of its own.
+In: the names of a model, wrappers and ways in, and the sizes of the model. Out: one JSON file, with the torch
+version and the device. The ways take turns in one process for each rank, each with a model of its own.
 
 ``python -m distributed.overlap --out FILE`` (in ``suites``) uses two GPUs with NCCL, or else two gloo ranks.
 Hidden communication is the share of the time of NCCL's kernels during which another kernel runs.
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ import retrograd
 from distributed.group import joined, spawned
 
 RANKS = 2
+#: Steps before the clock. By then a compiled step has been measured against eager.
+WARM_UP = 12
+SIZES = {"layers": 12, "width": 1536, "vocabulary": 32000, "batch": 32, "length": 1024}
 Context = contextlib.AbstractContextManager[object]
 
 
@@ -69,7 +73,29 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def sharded(model: GPT, on_gpu: bool) -> nn.Module:
+class Llama(nn.Module):
+    """The Llama of transformers; called with tokens of shape (batch, length), it returns the loss."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        heads = max(1, width // 64)
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), use_cache=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+        self.blocks = self.model.model.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {"gpt": GPT, "llama": Llama}
+
+
+def sharded(model: Any, on_gpu: bool) -> nn.Module:
     """Under FSDP2, block by block, in bfloat16 on a GPU."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
     for block in model.blocks:
@@ -77,20 +103,38 @@ def sharded(model: GPT, on_gpu: bool) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def replicated(model: GPT, on_gpu: bool) -> nn.Module:
+def replicated(model: Any, on_gpu: bool) -> nn.Module:
     """Under DDP."""
     return DistributedDataParallel(model.bfloat16() if on_gpu else model)
 
 
-WRAPPERS: dict[str, Callable[[GPT, bool], nn.Module]] = {"fsdp2": sharded, "ddp": replicated}
+WRAPPERS: dict[str, Callable[[Any, bool], nn.Module]] = {"fsdp2": sharded, "ddp": replicated}
 
-#: By way in: what compiles each block, and the context of the backward.
-WAYS: dict[str, tuple[Callable[[Any], Any] | None, Callable[[], Context]]] = {
-    "eager": (None, contextlib.nullcontext),
-    "stock per block": (torch.compile, contextlib.nullcontext),
-    "live": (None, functools.partial(retrograd.compiled_autograd, backend="inductor")),
-    "live, eager's kernels": (None, functools.partial(retrograd.compiled_autograd, backend="eager")),
-    "retrograd per block": (retrograd.compile, contextlib.nullcontext),
+
+def as_it_is(called: Any) -> Any:
+    """What was given."""
+    return called
+
+
+@dataclass(frozen=True)
+class Way:
+    """What compiles each block, the wrapped model and the whole step, and the context of the backward."""
+
+    block: Callable[[Any], Any] = as_it_is
+    whole: Callable[[Any], Any] = as_it_is
+    step: Callable[[Any], Any] = as_it_is
+    backward: Callable[[], Context] = contextlib.nullcontext
+
+
+WAYS: dict[str, Way] = {
+    "eager": Way(),
+    "stock per block": Way(block=torch.compile),
+    "stock whole": Way(whole=torch.compile),
+    "live": Way(backward=functools.partial(retrograd.compiled_autograd, backend="inductor")),
+    "live, eager's kernels": Way(backward=functools.partial(retrograd.compiled_autograd, backend="eager")),
+    "retrograd per block": Way(block=retrograd.compile),
+    "retrograd whole": Way(whole=retrograd.compile),
+    "step": Way(step=functools.partial(retrograd.compile_step, backend="inductor")),
 }
 
 
@@ -98,21 +142,26 @@ class Trainee:
     """A model with its optimizer, trained in one way."""
 
     def __init__(self, way: str, wrapper: str, sizes: argparse.Namespace, device: torch.device) -> None:
-        compiling, context = WAYS[way]
+        chosen = WAYS[way]
         torch.manual_seed(0)
-        self._sizes, self._device, self._numbers = (
-            sizes,
-            device,
-            torch.Generator().manual_seed(dist.get_rank()),
-        )
+        self._sizes, self._device = sizes, device
+        self._numbers = torch.Generator().manual_seed(dist.get_rank())
         with device:
-            model = GPT(sizes.layers, sizes.width, sizes.vocabulary)
-        if compiling is not None:
-            for number, block in enumerate(model.blocks):
-                model.blocks[number] = compiling(block)
-        self._model = WRAPPERS[wrapper](model, device.type == "cuda")
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._context = context()
+            model: Any = MODELS[sizes.model](sizes.layers, sizes.width, sizes.vocabulary)
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = chosen.block(block)
+        wrapped = WRAPPERS[wrapper](model, device.type == "cuda")
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+        called, context = chosen.whole(wrapped), chosen.backward()
+
+        def train(tokens: Tensor) -> None:
+            loss = called(tokens)
+            with context:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self._train = chosen.step(train)
 
     def step(self) -> float:
         """Train one step; its seconds."""
@@ -120,11 +169,7 @@ class Trainee:
         tokens = torch.randint(self._sizes.vocabulary, shape, generator=self._numbers).to(self._device)
         synchronize()
         begin = time.perf_counter()
-        loss = self._model(tokens)
-        with self._context:
-            loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._train(tokens)
         synchronize()
         return time.perf_counter() - begin
 
@@ -186,6 +231,8 @@ def measure(trainees: dict[str, Trainee], rounds: int) -> dict[str, dict[str, fl
         for _ in range(4):
             trainee.step()
         found[way] = {"first four steps, s": round(time.perf_counter() - begin, 2)}
+        for _ in range(WARM_UP - 4):
+            trainee.step()
     for _ in range(rounds):
         for way, trainee in trainees.items():
             seconds[way] += [trainee.step() for _ in range(4)][1:]
@@ -215,11 +262,16 @@ def run(rank: int, ranks: int, rendezvous: str, sizes: argparse.Namespace) -> No
             found[wrapper] = measure(trainees, sizes.rounds)
             del trainees
             torch._dynamo.reset()
-    if rank == 0:
-        name = torch.cuda.get_device_name(0) if device.type == "cuda" else "CPU"
-        shape = {name: getattr(sizes, name) for name in ("layers", "width", "vocabulary", "batch", "length")}
-        table = {"device": f"{ranks} × {name}", "torch": torch.__version__, "model": shape, "found": found}
-        Path(sizes.out).write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+            if rank == 0:
+                write(found, device, ranks, sizes)
+
+
+def write(found: dict[str, Any], device: torch.device, ranks: int, sizes: argparse.Namespace) -> None:
+    """Write what has been measured so far."""
+    name = torch.cuda.get_device_name(0) if device.type == "cuda" else "CPU"
+    shape = {name: getattr(sizes, name) for name in ("model", *SIZES)}
+    table = {"device": f"{ranks} × {name}", "torch": torch.__version__, "model": shape, "found": found}
+    Path(sizes.out).write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -228,8 +280,9 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--wrappers", default=",".join(WRAPPERS))
     parser.add_argument("--ways", default=";".join(WAYS))
-    defaults = {"layers": 12, "width": 1536, "vocabulary": 32000, "batch": 32, "length": 1024, "rounds": 6}
-    for name, number in defaults.items():
+    parser.add_argument("--model", choices=[*MODELS], default="gpt")
+    parser.add_argument("--rounds", type=int, default=6)
+    for name, number in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     sizes = parser.parse_args()
     spawned(run, RANKS, sizes)

@@ -20,7 +20,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from retrograd.aot import JointGraph, capture
+from retrograd.aot import JointGraph, capture, partition_cache
 from retrograd.aot.graph_files import FIELDS
 from retrograd.backends.registry import AtenBackend, InductorBackend
 from retrograd.events import counters
@@ -201,6 +201,41 @@ def test_other_options_are_another_partition() -> None:
     in_a_new_process(gelu, partitioner="save_all")
     in_a_new_process(gelu, single_region=True)
     assert counted() == (0, 3, 0)
+
+
+def layer(x: torch.Tensor, weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return (x @ weights[name]).tanh()
+
+
+def shared_by_two_layers() -> None:
+    """Compile and train two layers that differ in names alone, in turn."""
+    for name in "first", "second":
+        results = []
+        for fn in layer, torch.compile(layer, backend="retrograd"):
+            torch.manual_seed(len(name))
+            x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+            y = fn(x, {name: weight}, name)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, weight])])
+        torch.testing.assert_close(*results)
+
+
+def test_layers_that_differ_in_names_alone_share_a_partition() -> None:
+    shared_by_two_layers()
+    assert counted() == (1, 1, 0)
+
+
+def test_a_shared_partition_has_the_names_of_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    read = partition_cache.read_partition
+    monkeypatch.setattr(
+        partition_cache, "read_partition", lambda *args: found.append(read(*args)) or found[-1]
+    )
+    shared_by_two_layers()
+    (joint,) = (one.joint for one in found)
+    names = [leaf.name for leaf in joint.state.leaves]
+    assert [primal.name for primal in joint.primals] == names
+    assert [primal.name for primal in joint.signature.primals] == names
+    assert any("second" in name for name in names)
 
 
 def test_what_has_no_name_is_not_kept(folder: Path) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 
 import retrograd
 from unit.retrograd.dynamo.twins import Program, assert_compiled, run_twins
@@ -52,6 +53,27 @@ def test_optimizers(name):
 
     step = run_twins(build)
     assert_compiled(step)
+    assert step.explain().left_to_python == {"optimizer"}
+
+
+def test_optimizers_of_wrapper_subclasses_are_left_to_python():
+    def trained(prepare):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(TwoTensor(torch.randn(3), torch.randn(3)))
+        opt = torch.optim.AdamW([weight], foreach=True)
+
+        @prepare
+        def step(x):
+            opt.zero_grad()
+            (weight * x).square().sum().backward()
+            opt.step()
+
+        for number in range(1, 5):
+            step(torch.full((3,), float(number)))
+        return step, [weight.a.detach(), weight.b.detach()]
+
+    step, ours = trained(lambda fn: retrograd.compile_step(fn, backend="aten"))
+    torch.testing.assert_close(ours, trained(lambda fn: fn)[1])
     assert step.explain().left_to_python == {"optimizer"}
 
 

@@ -1,4 +1,4 @@
-"""On-disk cache of partitions, so that another process need not trace and partition the same graph.
+"""On-disk cache of partitions: another process, or an equal layer, need not trace and partition them again.
 
 In: a `CaptureState`, the graph from Dynamo that it calls, and the config. Out: the `Partition` that an
 earlier process made for the same key, or None; a file for the next process.
@@ -9,9 +9,10 @@ so that no process reads a partial file. Unserialisable graphs are not cached. A
 the same graph is ignored.
 
 The file name is a hash of everything that capture, partition and division depend on: the graph, its inputs,
-modes, options, decompositions, this package's sources, and the key of Inductor's own cache. We refuse a graph
-that we cannot hash: one with functions that are not torch's, tensors held by the graph, symbolic sizes or
-numbers, or the user's passes, modes or hooks.
+modes, options, decompositions, this package's sources, and the key of Inductor's own cache. Names of nodes
+and inputs do not count: the equal layers of a model have the same file. We refuse a graph that we cannot
+hash: one with functions that are not torch's, tensors held by the graph, symbolic sizes or numbers, or the
+user's passes, modes or hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -117,6 +118,17 @@ def expect(module: torch.nn.Module) -> None:
 # the key of a partition
 
 
+class _NumberingWriter(Writer):
+    """Writes the nodes of a graph by their number instead of their name."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self._numbers = {node: number for number, node in enumerate(graph.nodes)}
+
+    def write(self, value: Any) -> Any:
+        return {"node": self._numbers[value]} if isinstance(value, fx.Node) else super().write(value)
+
+
 def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
     """Everything that a partition depends on, as plain data that is the same in each process.
 
@@ -130,7 +142,7 @@ def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
         raise Refusal("choices", "a backend, a partitioner or passes of the user's")
     if state.is_symbolic or state.aliases or gm.graph.find_nodes(op="get_attr"):
         raise Refusal("state", "symbolic sizes, inputs that share memory, or tensors that the graph holds")
-    writer = Writer()
+    writer = _NumberingWriter(gm.graph)
     with patched(backend.settings):
         found: list[Any] = [_package(), environment(), backend.settings]
     found += [config.single_region, config.partitioner, config.backward]
@@ -141,17 +153,19 @@ def _depends_on(state: CaptureState, gm: fx.GraphModule, config: Config) -> Any:
     ]
     for leaf in state.leaves:
         is_view = isinstance(leaf.value, torch.Tensor) and leaf.value._is_view()
-        found.append([leaf, isinstance(leaf.value, torch.nn.Parameter), is_view])
+        unnamed = replace(leaf, name="")
+        found.append([unnamed, isinstance(leaf.value, torch.nn.Parameter), is_view])
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "call_function", "call_method", "output"):
             raise Refusal("node", f"a node of kind {node.op}")
         marks = [node.meta.get(key) for key in ("stack_trace", "recompute", "ac_graph_id", "custom")]
         target = _function(node.target) if node.op == "call_function" else str(node.target)
+        target = "" if node.op == "placeholder" else target
         value = node.meta.get("example_value")
         if any(map(_is_unknown, tree_leaves(value))):
             raise Refusal("number", "a number that differs from call to call; a capture may hold for one")
         kind = type(value).__qualname__
-        found.append([node.op, node.name, target, node.args, node.kwargs, marks, kind])
+        found.append([node.op, target, node.args, node.kwargs, marks, kind])
     return writer.document(writer.write(found))
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,7 @@ from retrograd.aot.partitioner import partition
 from retrograd.aot.reinplacing import writing_ahead
 from retrograd.config import Policy
 from retrograd.errors import Refusal
+from retrograd.graph.joint import Primal
 from retrograd.graph.joint_graph import CaptureState, Partition, RegionBackward, Saved
 from retrograd.graph.lazy import LazyGraph, Summary
 from retrograd.process import cached_property
@@ -68,7 +70,8 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
         _read_half(half, reader, functools.partial(recaptured.graph, number))
         for number, half in enumerate(head["halves"])
     )
-    joint = _RecapturedGraph(recaptured.joint, state=state, reports=(), **read_trace(head, reader))
+    found = _renamed(read_trace(head, reader), state)
+    joint = _RecapturedGraph(recaptured.joint, state=state, reports=(), **found)
     backwards = zip(behind, map(reader.read, head["backwards"]), strict=True)
     return Partition(
         joint,
@@ -77,6 +80,20 @@ def read_partition(data: bytes, state: CaptureState, policy: Policy, is_single_r
         tuple(RegionBackward(graph, tuple(reads), _saved(checked)) for graph, (reads, checked) in backwards),
         *reader.read(head["sets"]),
     )
+
+
+def _renamed(found: dict[str, Any], state: CaptureState) -> dict[str, Any]:
+    """`found` with the names of this state's leaves: it may have been written for a state with others."""
+    primals = [
+        primal if primal.leaf is None else replace(primal, name=state.leaves[primal.leaf].name)
+        for primal in found["primals"]
+    ]
+    inputs = [
+        replace(role, name=primals[role.index].name) if isinstance(role, Primal) else role
+        for role in found["signature"].inputs
+    ]
+    signature = replace(found["signature"], inputs=tuple(inputs))
+    return {**found, "primals": tuple(primals), "signature": signature}
 
 
 def _saved(entries: Sequence[Any]) -> tuple[Saved, ...]:

@@ -86,7 +86,7 @@ class _Callback:
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code
-        if self.watch.runs_as_it_is(code):
+        if self.watch.runs_as_it_is(frame):
             return _left_to_python(with_callees=True)
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()

@@ -6,14 +6,15 @@ report.
 Nothing is compiled inside forward-mode differentiation, because Dynamo's graph has lost a Function's ``jvp``,
 nor while saved-tensor hooks are set, because they see what eager saves.
 Under ``backend="eager"`` torch's optimizers are not traced. When Dynamo traces them, they use tensors as step
-counts and another order of operations, so the last bits of their results differ from eager's.
+counts and another order of operations, so the last bits of their results differ from eager's. Optimizers of
+wrapper subclasses are never traced: for DTensors, that takes longer than all other code of a step together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
@@ -29,6 +30,7 @@ from retrograd.runtime.modes import (
     is_forward_mode,
     way_out_of,
 )
+from retrograd.runtime.subclass import is_wrapper
 
 #: where torch's optimizers and schedulers are.
 _OPTIMIZERS = torch.optim.__path__[0]
@@ -73,9 +75,9 @@ class LeftToPython:
         self.computes_like_eager = not find_backend(config.backend).traces
         self.found: set[str] = set()
 
-    def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether Python runs the code: inside forward-mode differentiation or saved-tensor hooks, or because
-        it is an optimizer that must compute as eager does.
+    def runs_as_it_is(self, frame: FrameType) -> bool:
+        """Whether Python runs the frame: inside forward-mode differentiation or saved-tensor hooks, or
+        because it is an optimizer that must compute as eager does, or one for wrapper subclasses.
 
         Raises:
             CaptureError: in forward mode or under saved-tensor hooks, if ``strict``.
@@ -86,7 +88,9 @@ class LeftToPython:
         if are_saved_hooks_set():  # code would not be used now, and takes long to make
             _leave(SAVED_HOOKS, what, self._is_strict, self.report)
             return True
-        if not (self.computes_like_eager and code.co_filename.startswith(_OPTIMIZERS)):
+        if not frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return False
+        if not (self.computes_like_eager or _updates_wrappers(frame)):
             return False
         self.found.add("optimizer")
         return True
@@ -132,6 +136,14 @@ class LeftToPython:
         if self._is_strict:
             raise CaptureError(reason)
         self.report.fell_back(reason, f"a part of {self._what} runs eagerly")
+
+
+def _updates_wrappers(frame: FrameType) -> bool:
+    """Whether the frame is a method of an optimizer of wrapper subclasses, or calls one."""
+    given = frame.f_locals.get("self"), *frame.f_locals.get("args", ())[:1]
+    optimizers = [value for value in given if isinstance(value, torch.optim.Optimizer)]
+    groups = [group["params"] for one in optimizers for group in one.param_groups]
+    return any(is_wrapper(parameter) for group in groups for parameter in group)
 
 
 def _place(code: CodeType) -> str:
