@@ -296,8 +296,8 @@ class FirstRun:
         )
 
     def _abandon(self, error: Exception) -> NoReturn:
-        """Abandon the run. If the function catches `Abandoned`, what it then does does not count: every further
-        call raises it again."""
+        """Abandon the run. If the function catches `Abandoned`, what it does then does not count: every
+        further call raises it again."""
         self.why_not = self.why_not or "it was abandoned"
         raise Abandoned(error) from error
 
