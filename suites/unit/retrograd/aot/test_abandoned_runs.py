@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrograd import aot
+from retrograd import CaptureError, aot
 
 pytestmark = pytest.mark.filterwarnings("ignore::retrograd.errors.FallbackWarning", "ignore::UserWarning")
 
@@ -99,6 +99,12 @@ def test_attention_takes_eagers_path_in_inference(make: Callable[[], Any], froze
             )
             assert torch.equal(found, wanted)
             assert found.stride() == wanted.stride()
+
+
+def test_a_stage_refuses_attention_in_inference() -> None:
+    module, args = layer()
+    with torch.no_grad(), pytest.raises(CaptureError, match="fast path"):
+        aot.capture(aot.create_state(module.eval(), args))
 
 
 def test_attention_that_is_trained_is_compiled() -> None:

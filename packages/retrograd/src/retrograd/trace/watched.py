@@ -61,7 +61,7 @@ class Watched(ClosureTensors):
             _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
             if first is not None:
                 _refuse_looks(first, func, args)
-                _refuse_slow_path(first, func, args, kwargs or {})
+            _refuse_slow_path(first, func, args, kwargs or {})
             result = super().__torch_function__(func, types, args, kwargs)
             _refuse_layouts(None, pytree.tree_leaves(result))
             if first is not None:
@@ -160,7 +160,7 @@ def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
         raise not_representable(f"it reads {attribute} of a tensor")
 
 
-def _refuse_slow_path(first: FirstRun, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _refuse_slow_path(first: FirstRun | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuse attention in a module of torch that would take another path in eager: its *fast path* serves
     inference only, sets padding to zero, and is not taken while a trace follows the calls.
 
@@ -173,7 +173,8 @@ def _refuse_slow_path(first: FirstRun, func: Any, args: Sequence[Any], kwargs: d
     is_differentiated = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
     if torch.backends.mha.get_fastpath_enabled() and not (torch.is_grad_enabled() and is_differentiated):
         text = "it calls an attention module that has a fast path for inference"
-        first.hides(text)  # the module has chosen its path already
+        if first is not None:
+            first.hides(text)  # the module has chosen its path already
         raise not_representable(text)
 
 
