@@ -222,6 +222,7 @@ class ForwardValue:
         is_visible: whether the user receives it. Otherwise it is the stand-in for a hidden boundary.
         requires_grad: whether it is a new leaf that requires grad.
         version: the version counter that it would have in eager.
+        is_view: whether it is a view for autograd in eager.
     """
 
     wrapping: Any
@@ -229,6 +230,7 @@ class ForwardValue:
     is_visible: bool = True
     requires_grad: bool = False
     version: int = 0
+    is_view: bool = False
 
 
 @dataclass(frozen=True, eq=False)

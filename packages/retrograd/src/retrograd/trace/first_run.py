@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._dispatch.python import no_python_dispatcher
@@ -178,7 +178,13 @@ class FirstRun:
     def real(self, tree: Any) -> Any:
         """`tree` with real tensors in place of the trace's, and plain numbers in place of symbolic ones. What
         needs no change is the same object. Functions in it close over real tensors afterwards: torch may call
-        them later."""
+        them later.
+
+        Raises:
+            Abandoned: there is no real tensor; or the function has caught an earlier `Abandoned`.
+        """
+        if self.stopped is not None and self.why_not is not None:
+            self._abandon(self.stopped)
         return _mapped(self._real_leaf, tree)
 
     def _real_leaf(self, leaf: Any) -> Any:
@@ -198,7 +204,7 @@ class FirstRun:
         if not isinstance(leaf, torch.Tensor) or not is_traced(leaf):
             return leaf
         if (real := self._real.get(_key(leaf))) is None:
-            raise Abandoned(not_representable("it keeps a tensor of the trace that nobody has seen"))
+            self._abandon(not_representable("it keeps a tensor of the trace that nobody has seen"))
         return real
 
     def _fill(self, cell: CellType) -> None:
@@ -275,19 +281,25 @@ class FirstRun:
             return
         self.stopped = error
         if self.why_not is not None or self._has_copies or self._tracer is None:
-            raise Abandoned(error) from error
+            self._abandon(error)
         self.is_computing = True
         try:
             with self._tracer.generators_given_back():
                 self.compute()
         except Exception:
-            raise Abandoned(error) from error
+            self._abandon(error)
         finally:
             self.is_computing = False
         self._around.enter_context(_eagerly())
         self._around.enter_context(
             handled_here(_TO, lambda _, *args, **kwargs: torch.Tensor.to(*args, **kwargs))
         )
+
+    def _abandon(self, error: Exception) -> NoReturn:
+        """Abandon the run. If the function catches `Abandoned`, what it does then does not count: every
+        further call raises it again."""
+        self.why_not = self.why_not or "it was abandoned"
+        raise Abandoned(error) from error
 
     def leave(self) -> None:
         """The function has ended: make the trace's modes active again."""

@@ -82,6 +82,8 @@ def functional_mode(
         torch.autograd.graph.increment_version(changed)  # functionalisation does not bump their versions
         if isinstance(result, FunctionalTensor) and args and result is args[0]:
             _keep_layout(result)
+        for given in _outputs_given(func, kwargs or {}):
+            _keep_layout(given)
         for one in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(one, FunctionalTensor) and _is_spread(func, args, one, spread):
                 spread[id(one)] = one
@@ -172,6 +174,14 @@ def _changed_in_lists(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     pairs = zip(schema_of(func).arguments, args, strict=False)
     written = (given for one, given in pairs if isinstance(given, list) and one.is_write)
     return [each for given in written for each in given if isinstance(each, torch.Tensor)]
+
+
+def _outputs_given(func: Any, kwargs: Mapping[str, Any]) -> list[FunctionalTensor]:
+    """The tensors that an operator writes its results to (``out=``)."""
+    if not kwargs or not is_operator_overload(func):
+        return []
+    given = [kwargs.get(one.name) for one in schema_of(func).arguments if one.is_out]
+    return [one for one in given if isinstance(one, FunctionalTensor)]
 
 
 def _keep_layout(value: FunctionalTensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import TorchFunctionMode
 
 from retrograd.errors import Refusal, not_representable
@@ -60,6 +61,7 @@ class Watched(ClosureTensors):
             _refuse_layouts(func, pytree.tree_leaves((args, kwargs)))
             if first is not None:
                 _refuse_looks(first, func, args)
+            _refuse_slow_path(first, func, args, kwargs or {})
             result = super().__torch_function__(func, types, args, kwargs)
             _refuse_layouts(None, pytree.tree_leaves(result))
             if first is not None:
@@ -156,6 +158,24 @@ def _refuse_looks(first: FirstRun, func: Any, args: Sequence[Any]) -> None:
         is_refused = attribute in ("grad", "_grad", "_version") or func(given) is not None
     if is_refused:
         raise not_representable(f"it reads {attribute} of a tensor")
+
+
+def _refuse_slow_path(first: FirstRun | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse attention in a module of torch that would take another path in eager: its *fast path* serves
+    inference only, sets padding to zero, and is not taken while a trace follows the calls.
+
+    Raises:
+        Refusal: the module may take it.
+    """
+    if func is not multi_head_attention_forward or kwargs.get("training", True):
+        return
+    given = (*args, *kwargs.values())
+    is_differentiated = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
+    if torch.backends.mha.get_fastpath_enabled() and not (torch.is_grad_enabled() and is_differentiated):
+        text = "it calls an attention module that has a fast path for inference"
+        if first is not None:
+            first.hides(text)  # the module has chosen its path already
+        raise not_representable(text)
 
 
 #: Functions, by name, that make a non-strided tensor. Some abort the process if they receive a traced tensor.

@@ -56,6 +56,10 @@ class CompiledFunction:
         places = {value: place for place, value in layout.plain_values.items()}
         #: indices of results from which we make views with `as_strided`.
         self._strided = {places[plan.value] for plan in views if plan.value in places}
+        values = [(place, joint.values[value]) for place, value in layout.plain_values.items()]
+        #: indices of results that are no views in eager. Below autograd, a kernel may return a view, which
+        #: refuses ``detach_`` and shares the history of other results.
+        self._no_views = [i for i, value in values if value.boundary is None and not value.is_view]
         self._finish = Epilogue(joint, layout.values, partition.written_ahead)
         self._rebuild = rebuilder(joint.out_spec)
         self._attaching = Attaching(partition, regions, layout, self._finish) if regions else None
@@ -174,7 +178,13 @@ class CompiledFunction:
         if self._expected is not None:
             refuse_unlike_traced(results, self._expected, self._joint.state.name, self._strided)
             self._expected = None
+        if views := [i for i in self._no_views if _is_view(results[i])]:
+            results = [result.data if i in views else result for i, result in enumerate(results)]
         return results
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value._is_view()
 
 
 def _primals_of(joint: JointValues) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -67,7 +67,8 @@ class TracedValue:
     def described(self, boundary: int | None) -> ForwardValue:
         """The metadata that later stages need; `boundary` is where the value's cotangent enters."""
         wrapping, version = layout_of(plain(self.value)), _version(self.value)
-        return ForwardValue(wrapping, boundary, self.is_visible, self.is_new_leaf, version)
+        is_view = isinstance(self.value, torch.Tensor) and self.value._is_view()
+        return ForwardValue(wrapping, boundary, self.is_visible, self.is_new_leaf, version, is_view)
 
 
 class Analysis:
@@ -116,7 +117,9 @@ class Analysis:
             sharing = [inputs.entries[member.leaf] for member in members]
             if any(Changes(member).shape for member in sharing):
                 raise not_representable("it changes the shape of an input whose memory another one shares")
-            if changes.memory:
+            # An ``out=`` argument of another shape is resized, which no counter shows.
+            now = plain(tensor).shape if changes.elements else tensor.shape
+            if changes.memory or [*map(str, now)] != [*map(str, tensor.shape)]:
                 raise not_representable(f"it gives {primal.name} other memory (set_, or a resize)")
             version = max(map(_version, [tensor, *sharing]))
             is_as_it_was = tensor.grad_fn is inputs.histories[number]
@@ -283,7 +286,9 @@ class Analysis:
             )
         kinds = [(one.dtype, type(one), one.is_conj(), one.is_neg()) for one in (output, base)]
         is_otherwise = kinds[0] != kinds[1] or is_wrapper(output) or lost_layout(base)
-        if differentiable or is_otherwise or output.is_complex():
+        # Of a dimension of size one, a fake view may have another stride than a real one.
+        has_ones = any(type(size) is int and size == 1 for size in output.shape)
+        if differentiable or is_otherwise or has_ones or output.is_complex():
             if (replayed := self._replayed(output, base)) is not None:
                 return replayed
             if is_otherwise or (differentiable and shares_elements(base)):
