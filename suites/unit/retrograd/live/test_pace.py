@@ -52,12 +52,12 @@ def test_a_backward_that_is_slower_compiled_runs_eagerly_from_then_on(timed: Non
     (reason,) = context.explain().fallbacks
     assert reason.code == "slower-than-eager"
     assert "below SumBackward0 takes 1.00 ms compiled and 0.00 ms eager" in reason.text
-    assert retrograd.counters["runs"] < 80
+    assert retrograd.counters["runs"] < 30  # once suspected, it waits in eager for the second measurement
 
 
 def test_contexts_that_each_step_makes_anew_learn_from_each_other(timed: None) -> None:
     train(lambda: retrograd.compiled_autograd("aten"))
-    assert retrograd.counters["runs"] < 80
+    assert retrograd.counters["runs"] < 30
     assert [reason.code for reason in retrograd.explain().fallbacks] == ["slower-than-eager"]
     runs = retrograd.counters["runs"]
     train(lambda: retrograd.compiled_autograd("aten"), steps=10)  # another place
