@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,6 +238,8 @@ class HookChanges:
             self.removed.append(gone)
 
 
+_NOTHING = nullcontext()
+
 #: For the running plans of all threads: a hook may concern any of them.
 _watched: list[HookChanges] = []
 _ASKING = object()
@@ -300,7 +303,8 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
             on_hook(hooks, node)
             if leaf_of(node) is None:
                 _edges[handle] = node._sequence_nr(), node.metadata, slot
-            _came(LateHook(kind, node, slot, hook, handle.id))
+            if _watched:
+                _came(LateHook(kind, node, slot, hook, handle.id))
         return handle
 
     return register
@@ -313,7 +317,8 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
         is_first = hooks is None
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks, is_first))
+        if _watched:
+            _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks, is_first))
         return hooks, handle
 
     return register
@@ -325,7 +330,7 @@ _node_here: ThreadValue[tuple[HookKind, Any]] = ThreadValue((HookKind.NODE_POST,
 
 def _registering_on_python_node(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], node: Any, hook: Any) -> Any:
-        with _node_here.switched((kind, node)):
+        with _node_here.switched((kind, node)) if _watched else _NOTHING:
             return original(node, hook)
 
     return register
