@@ -286,10 +286,10 @@ def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
             raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _came(late: LateHook) -> None:
-    """Tell all running plans of a hook."""
+def _came(*hook: Any) -> None:
+    """Tell all running plans of a hook. The arguments are those of `LateHook`."""
     for changes in tuple(_watched):
-        changes.came(late)
+        changes.came(LateHook(*hook))
 
 
 def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
@@ -303,8 +303,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
             on_hook(hooks, node)
             if leaf_of(node) is None:
                 _edges[handle] = node._sequence_nr(), node.metadata, slot
-            if _watched:
-                _came(LateHook(kind, node, slot, hook, handle.id))
+            _came(kind, node, slot, hook, handle.id)
         return handle
 
     return register
@@ -317,8 +316,7 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
         is_first = hooks is None
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        if _watched:
-            _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks, is_first))
+        _came(*_node_here.get(), 0, hook, handle.id, hooks, is_first)
         return hooks, handle
 
     return register
@@ -341,7 +339,7 @@ def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
     original(tensor)
     if _watched and not before and _retains_grad(tensor):
         edge = _edge_of(tensor)
-        _came(LateHook(HookKind.RETAIN_GRAD, *edge, functools.partial(_retain, weakref.ref(tensor), edge)))
+        _came(HookKind.RETAIN_GRAD, *edge, functools.partial(_retain, weakref.ref(tensor), edge))
 
 
 @without_torch_functions

@@ -194,13 +194,13 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
 #: The modes that user code may leave switched: grad mode, then autocast per device.
 KeptModes = tuple[bool, ...]
 _KEPT_DEVICES = ("cpu", "cuda")
-_NO_AUTOCAST = tuple(False for _ in _KEPT_DEVICES)
+_NO_AUTOCAST = (False,) * len(_KEPT_DEVICES)
 
 
 def _kept_modes() -> KeptModes:
-    is_autocast = torch._C._is_any_autocast_enabled()
-    kept = map(torch.is_autocast_enabled, _KEPT_DEVICES) if is_autocast else _NO_AUTOCAST
-    return torch.is_grad_enabled(), *kept
+    if not torch._C._is_any_autocast_enabled():  # fast path for the common case
+        return torch.is_grad_enabled(), *_NO_AUTOCAST
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _KEPT_DEVICES)
 
 
 def _switch(now: KeptModes, to: KeptModes) -> None:

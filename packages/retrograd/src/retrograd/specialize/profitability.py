@@ -42,8 +42,7 @@ class Pace:
 
     def is_worth_compiling(self) -> bool:
         """Whether the next call should run compiled."""
-        is_waiting = self._is_suspected and self._calm < 0
-        if self.disabled is not None or is_waiting:
+        if self.disabled is not None or (self._is_suspected and self._calm < 0):
             return False
         measures = not self._is_decided and self._calm > STEADY
         return not (measures and len(self._samples[False]) < len(self._samples[True]))
