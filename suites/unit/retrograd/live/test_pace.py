@@ -162,6 +162,13 @@ def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     assert all(runs[-20:])
 
 
+def test_one_long_call_among_short_ones_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage collection, or another process, may interrupt any call."""
+    compiled = [0.05] * 8 + [0.5] + [0.05] * 110
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled, 0.01)
+    assert measured.disabled is not None
+
+
 @pytest.mark.parametrize("cudagraphs", [False, True])
 def test_a_step_that_is_recorded_is_not_compared_with_eager(cudagraphs: bool) -> None:
     weight, eager = torch.ones(3, requires_grad=True), []

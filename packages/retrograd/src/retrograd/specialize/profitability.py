@@ -68,7 +68,8 @@ class Pace:
         if not is_calm:
             self._samples = {True: [], False: []}
         elif self._calm > STEADY:
-            if seconds > self._short or torch.are_deterministic_algorithms_enabled():
+            is_long = seconds > self._short and not self._samples[is_compiled]  # later, it is an exception
+            if is_long or torch.are_deterministic_algorithms_enabled():
                 self._is_decided = True
                 return
             self._samples[is_compiled].append(seconds)
