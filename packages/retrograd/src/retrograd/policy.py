@@ -58,14 +58,14 @@ WATCHED_RUNS = 8
 
 # whether compiled code is worth it
 
-#: We measure a call only if it takes less than this many seconds: a backward; and a step, whose first call
-#: ran eagerly in any case.
-SHORT, SHORT_STEP = 0.02, 1.0
+#: We measure a call only if it takes less than this many seconds: a backward, which takes longer than most if
+#: its hooks run optimizers; and a step, whose first call ran eagerly in any case.
+SHORT, SHORT_STEP = 0.08, 1.0
 #: A step is steady after this many calls in a row without a compilation.
 STEADY = 3
 #: How many calls of each kind we measure.
 SAMPLES = 6
-#: Calls between a measurement that finds compiled code slower and the measurement that must confirm it.
+#: Calls in eager between a measurement that finds compiled code slower and the one that must confirm it.
 UNTIL_CONFIRMED = 50
 #: How much slower than eager compiled calls may be.
 TOLERANCE = 1.02

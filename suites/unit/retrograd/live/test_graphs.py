@@ -116,6 +116,15 @@ def test_a_backward_without_user_code_is_one_segment() -> None:
     assert schedule.segments[0].worth_compiling
 
 
+def test_views_between_hooks_are_not_worth_compiling() -> None:
+    """The hook of a layer's bias runs before its weight's gradient is transposed."""
+    linear = torch.nn.Linear(3, 3)
+    linear.bias.register_post_accumulate_grad_hook(lambda bias: None)
+    _, backward = captured(linear(torch.ones(2, 3)).sum())
+    flags = [segment.worth_compiling for segment in cut(backward, {}).segments]
+    assert flags == [True, False]
+
+
 def test_a_hook_cuts_and_accumulations_before_it_are_done() -> None:
     w, v = leaf(), leaf()
     y = v.sin()

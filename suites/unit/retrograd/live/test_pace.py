@@ -52,12 +52,12 @@ def test_a_backward_that_is_slower_compiled_runs_eagerly_from_then_on(timed: Non
     (reason,) = context.explain().fallbacks
     assert reason.code == "slower-than-eager"
     assert "below SumBackward0 takes 1.00 ms compiled and 0.00 ms eager" in reason.text
-    assert retrograd.counters["runs"] < 80
+    assert retrograd.counters["runs"] < 30  # once suspected, it waits in eager for the second measurement
 
 
 def test_contexts_that_each_step_makes_anew_learn_from_each_other(timed: None) -> None:
     train(lambda: retrograd.compiled_autograd("aten"))
-    assert retrograd.counters["runs"] < 80
+    assert retrograd.counters["runs"] < 30
     assert [reason.code for reason in retrograd.explain().fallbacks] == ["slower-than-eager"]
     runs = retrograd.counters["runs"]
     train(lambda: retrograd.compiled_autograd("aten"), steps=10)  # another place
@@ -160,6 +160,13 @@ def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     measured, runs = paced(policy.SHORT_STEP, monkeypatch, compiled, 0.05)
     assert measured.disabled is None
     assert all(runs[-20:])
+
+
+def test_one_long_call_among_short_ones_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage collection, or another process, may interrupt any call."""
+    compiled = [0.05] * 8 + [0.5] + [0.05] * 110
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled, 0.01)
+    assert measured.disabled is not None
 
 
 @pytest.mark.parametrize("cudagraphs", [False, True])

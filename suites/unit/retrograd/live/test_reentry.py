@@ -17,6 +17,7 @@ from torch.utils.hooks import BackwardHook
 
 import retrograd
 from retrograd.engine import EngineRequest
+from retrograd.live.capture import reentry
 from retrograd.live.capture.reentry import _registered, asks_in, who_asks
 from unit.retrograd.programs import Square
 
@@ -412,6 +413,21 @@ def test_code_that_names_nothing_of_autograds_asks_for_no_gradients(hook: Any) -
 @pytest.mark.parametrize("hook", ASKING)
 def test_code_that_differentiates_or_may_raise_is_found_behind_what_calls_it(hook: Any) -> None:
     assert who_asks([scale, hook])
+
+
+def test_code_behind_many_hooks_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward of a model with hooks on its modules registers new ones, which lead to the same code."""
+    read = []
+    names_autograd = reentry._names_autograd
+    monkeypatch.setattr(reentry, "_names_autograd", lambda code: read.append(code) or names_autograd(code))
+    hook, x = scaling_by([2.0]), leaf(2)
+    wrapped = [functools.partial(hook) for _ in range(9)]
+    root = x
+    for one in wrapped:
+        root = root.sin()
+        root.register_hook(one)
+    assert not asks_below(root)
+    assert read.count(hook.__code__) == 1
 
 
 class Solved(torch.autograd.Function):

@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,6 +238,8 @@ class HookChanges:
             self.removed.append(gone)
 
 
+_NOTHING = nullcontext()
+
 #: For the running plans of all threads: a hook may concern any of them.
 _watched: list[HookChanges] = []
 _ASKING = object()
@@ -283,10 +286,10 @@ def hooks_on(node: Any) -> Iterator[tuple[HookKind, Any]]:
             raise AssertionError("torch registers node hooks in another way than it did")
 
 
-def _came(late: LateHook) -> None:
-    """Tell all running plans of a hook."""
+def _came(*hook: Any) -> None:
+    """Tell all running plans of a hook. The arguments are those of `LateHook`."""
     for changes in tuple(_watched):
-        changes.came(late)
+        changes.came(LateHook(*hook))
 
 
 def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
@@ -300,7 +303,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
             on_hook(hooks, node)
             if leaf_of(node) is None:
                 _edges[handle] = node._sequence_nr(), node.metadata, slot
-            _came(LateHook(kind, node, slot, hook, handle.id))
+            _came(kind, node, slot, hook, handle.id)
         return handle
 
     return register
@@ -313,7 +316,7 @@ def _registering_on_node(on_hook: OnHook) -> Handler:
         is_first = hooks is None
         hooks, handle = original(hooks, hook)
         on_hook(hooks, None)
-        _came(LateHook(*_node_here.get(), 0, hook, handle.id, hooks, is_first))
+        _came(*_node_here.get(), 0, hook, handle.id, hooks, is_first)
         return hooks, handle
 
     return register
@@ -325,7 +328,7 @@ _node_here: ThreadValue[tuple[HookKind, Any]] = ThreadValue((HookKind.NODE_POST,
 
 def _registering_on_python_node(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], node: Any, hook: Any) -> Any:
-        with _node_here.switched((kind, node)):
+        with _node_here.switched((kind, node)) if _watched else _NOTHING:
             return original(node, hook)
 
     return register
@@ -336,7 +339,7 @@ def _retaining(original: Callable[..., Any], tensor: torch.Tensor) -> None:
     original(tensor)
     if _watched and not before and _retains_grad(tensor):
         edge = _edge_of(tensor)
-        _came(LateHook(HookKind.RETAIN_GRAD, *edge, functools.partial(_retain, weakref.ref(tensor), edge)))
+        _came(HookKind.RETAIN_GRAD, *edge, functools.partial(_retain, weakref.ref(tensor), edge))
 
 
 @without_torch_functions

@@ -288,9 +288,15 @@ def source_of(node: fx.Node) -> Source:
     return source
 
 
-def is_alias(node: fx.Node) -> bool:
-    """True if the call is the backward of ``x[...]``, which returns its gradient unchanged."""
-    return call_of(node).kind is CallKind.NODE and call_name(node) == "AliasBackward0"
+#: The nodes of ``x[...]`` and of views with as many elements. Their backwards return views, as a rule.
+_OF_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("Alias", "View", "UnsafeView", "T", "Transpose", "Permute", "Unsqueeze")
+)
+
+
+def returns_view(node: fx.Node) -> bool:
+    """Whether the call is the backward of a view, which computes nothing."""
+    return call_of(node).kind is CallKind.NODE and call_name(node) in _OF_VIEWS
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,8 @@ class Segment:
         nodes: the calls, in order.
         inputs: earlier values that the calls read.
         outputs: values of the calls that are read later.
-        worth_compiling: whether it contains a node call, not only checks, sums and projections.
+        worth_compiling: whether it contains a node call that computes something, not only views, checks, sums
+            and projections.
     """
 
     nodes: tuple[fx.Node, ...]

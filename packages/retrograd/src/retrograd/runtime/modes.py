@@ -194,9 +194,12 @@ def as_if_autocast(dtype: torch.dtype | None, fn: Callable[..., Any], /, *args: 
 #: The modes that user code may leave switched: grad mode, then autocast per device.
 KeptModes = tuple[bool, ...]
 _KEPT_DEVICES = ("cpu", "cuda")
+_NO_AUTOCAST = (False,) * len(_KEPT_DEVICES)
 
 
 def _kept_modes() -> KeptModes:
+    if not torch._C._is_any_autocast_enabled():  # fast path for the common case
+        return torch.is_grad_enabled(), *_NO_AUTOCAST
     return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _KEPT_DEVICES)
 
 
@@ -215,13 +218,12 @@ def _switches() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         get_dynamic_layer_stack_depth(),
-        torch.is_grad_enabled(),
-        torch._C._is_any_autocast_enabled() and _kept_modes(),
+        _kept_modes(),
     )
 
 
 def _switch_back(before: tuple[Any, ...]) -> None:
-    functions, multithreading, dispatching, taking_over, levels, grad, kept = before
+    functions, multithreading, dispatching, taking_over, levels, kept = before
     torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
     torch._C._set_multithreading_enabled(multithreading)
     while torch._C._len_torch_dispatch_stack() > dispatching:
@@ -229,7 +231,7 @@ def _switch_back(before: tuple[Any, ...]) -> None:
     while torch._C._len_torch_function_stack() > taking_over:
         torch._C._pop_torch_function_stack()
     pop_dynamic_layer_stack_and_undo_to_depth(levels)
-    _switch(_kept_modes(), kept or (grad, *[False] * len(_KEPT_DEVICES)))
+    _switch(_kept_modes(), kept)
 
 
 restore_after_errors(_switches, _switch_back)

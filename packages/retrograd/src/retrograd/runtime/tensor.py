@@ -311,6 +311,8 @@ def obeys_layout_contract(grad: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense `grad` has the strides required of ``variable.grad``."""
     if grad.is_nested or variable.layout is not torch.strided:
         return False
+    if variable.is_contiguous() and grad.stride() == variable.stride():  # fast path for the common case
+        return 0 not in grad.stride()
     if not is_dense(variable):
         return grad.is_contiguous()
     return all(

@@ -2,9 +2,9 @@
 
 In: the times of some calls, alternately compiled and eager, after the last compilation. Out: whether calls
 stay compiled. A machine may be busy for a while, and falling back to eager is permanent. So both the median
-and the minimum must be slower than eager, and must be so again some calls later. We do not measure long
-calls: they spend their time in kernels, and an eager run might run out of memory. Under deterministic
-algorithms we never decide by a clock.
+and the minimum must be slower than eager, and must be so again some calls later; these calls run in eager. We
+do not measure long calls: they spend their time in kernels, and an eager run might run out of memory. Under
+deterministic algorithms we never decide by a clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pace:
 
     def is_worth_compiling(self) -> bool:
         """Whether the next call should run compiled."""
-        if self.disabled is not None:
+        if self.disabled is not None or (self._is_suspected and self._calm < 0):
             return False
         measures = not self._is_decided and self._calm > STEADY
         return not (measures and len(self._samples[False]) < len(self._samples[True]))
@@ -68,7 +68,8 @@ class Pace:
         if not is_calm:
             self._samples = {True: [], False: []}
         elif self._calm > STEADY:
-            if seconds > self._short or torch.are_deterministic_algorithms_enabled():
+            is_long = seconds > self._short and not self._samples[is_compiled]  # later, it is an exception
+            if is_long or torch.are_deterministic_algorithms_enabled():
                 self._is_decided = True
                 return
             self._samples[is_compiled].append(seconds)

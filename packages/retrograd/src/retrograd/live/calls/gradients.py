@@ -103,9 +103,6 @@ def _is_laid_out(total: torch.Tensor, variable: torch.Tensor) -> bool:
     """Whether a dense ``.grad`` obeys the layout contract, so that torch does not warn."""
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in (total, variable)):
         return False
-    strides = total.stride()
-    if variable.is_contiguous() and strides == variable.stride():  # fast path for the common case
-        return 0 not in strides
     return obeys_layout_contract(total, variable)
 
 

@@ -16,7 +16,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def leaf_asks(leaf: torch.Tensor) -> bool:
     registered before we began to record."""
     both: tuple[Any, Any] = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
     found = [hooks for hooks in both if hooks]
-    asking = [hooks for hooks in found if who_asks(list(hooks.values()))]
+    asking = [hooks for hooks in found if asks(list(hooks.values()))]
     for hooks in asking:
         note(hooks, edge_of(leaf)[0])
     return bool(asking)
@@ -96,7 +96,8 @@ def leaf_asks(leaf: torch.Tensor) -> bool:
 def asks_in(request: EngineRequest) -> bool:
     """Whether a hook that may ask for gradients is registered in the graph of `request`, as far as the
     sequence numbers of its nodes tell. Forgets hooks that do not ask."""
-    asking = {key: one for key, one in list(_registered.items()) if _is_asking(key, one)}
+    harmless: _Seen = {}
+    asking = {key: one for key, one in list(_registered.items()) if _is_asking(key, one, harmless)}
     if not asking:
         return False
     numbers = {one.number for one in asking.values()}
@@ -120,11 +121,11 @@ def _is_of_module(one: _Registered) -> bool:
     return all(map(is_defined_here, (one.hooks() or {}).values()))
 
 
-def _is_asking(key: int, one: _Registered) -> bool:
+def _is_asking(key: int, one: _Registered, harmless: _Seen) -> bool:
     hooks = one.hooks()
     if hooks and one.asking == len(hooks):
         return True
-    if hooks and who_asks(list(hooks.values())):
+    if hooks and asks(list(hooks.values()), harmless):
         one.asking = len(hooks)
         return True
     if _registered.get(key) is one:
@@ -132,27 +133,50 @@ def _is_asking(key: int, one: _Registered) -> bool:
     return False
 
 
-def who_asks(hooks: Iterable[Any]) -> set[types.CodeType]:
+#: Values, by identity and by whether they are reached from a hook, but not from the context of a Function.
+_Seen = dict[tuple[int, bool], Any]
+
+
+def asks(hooks: Sequence[Any], harmless: _Seen | None = None) -> bool:
+    """Whether code behind `hooks` may ask for gradients, as `who_asks` tells.
+
+    Args:
+        hooks: hooks, and contexts of Functions.
+        harmless: values behind which there is no such code. We add to them if there is none here.
+    """
+    known: _Seen = {} if harmless is None else harmless
+    seen: _Seen = {}
+    if next(_asking(hooks, seen, known), None) is not None:
+        return True
+    known.update(seen)
+    return False
+
+
+def who_asks(hooks: Sequence[Any]) -> set[types.CodeType]:
     """The code behind `hooks` that may ask for gradients. Code that raises or reads files in a hook counts
     too: after its error, eager lets the graph be used again. If there is too much code to read, the result
     contains this function's own code."""
+    return set(_asking(hooks, {}, {}))
+
+
+def _asking(hooks: Sequence[Any], seen: _Seen, harmless: _Seen) -> Iterator[types.CodeType]:
     pending = [(one, True) for one in hooks]
-    seen, asking = set[int](), set[types.CodeType]()
     most = MOST_VALUES * max(len(pending), 1)
     while pending:
         one, is_of_hook = pending.pop()
-        if isinstance(one, _CALL_NOTHING) or id(one) in seen:
+        key = id(one), is_of_hook
+        if isinstance(one, _CALL_NOTHING) or key in seen or key in harmless:
             continue
-        seen.add(id(one))
+        seen[key] = one
         if len(seen) > most:
-            return {*asking, who_asks.__code__}
+            yield who_asks.__code__
+            return
         if isinstance(one, types.FunctionType) and not is_defined_here(one):
             code = one.__code__
             if _names_autograd(code) or (is_of_hook and _raises(code)):
-                asking.add(code)
+                yield code
         is_of_hook &= not is_context(one)  # a Function that validates its inputs may raise
         pending += [(other, is_of_hook) for other in _leads_to(one)]
-    return asking
 
 
 #: values without code, or whose own code is part of torch

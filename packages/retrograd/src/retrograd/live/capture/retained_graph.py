@@ -60,7 +60,7 @@ from retrograd.graph.backward_graph import BackwardGraph, CallKind, HookKind
 from retrograd.graph.eager_order import ROOT, LiveGraph, eager_walk, executed_nodes
 from retrograd.live.calls.user_code import call_kept_backward
 from retrograd.live.capture.recorder import BackwardRecorder
-from retrograd.live.capture.reentry import asks_in, is_context, leaf_asks, who_asks
+from retrograd.live.capture.reentry import asks, asks_in, is_context, leaf_asks, who_asks
 from retrograd.live.captured import CapturedBackward
 from retrograd.process import forgotten_by_reset
 from retrograd.runtime.profiler import event
@@ -127,6 +127,8 @@ def _is_watched(call: Collected) -> bool:
     Raises:
         Refusal: it has done so before.
     """
+    if not _reentering:
+        return asks(call.hooks)
     asking = who_asks(call.hooks)
     if not asking.isdisjoint(_reentering):
         _note_reentry(call.hooks, asking)
@@ -149,15 +151,18 @@ def _run_kept(
             _kept_graphs.update((beginning_of(backward.asked), names_of_nodes(backward.asked)))
         return is_watched
 
-    def run_then_release(call: Collected) -> None:
+    def run_in_frame(call: Collected) -> None:
         look(call)
+        run_then_release(call)
+
+    def run_then_release(call: Collected) -> None:
         ran.append((call.artifact, list(call.hooks), AsSaved(call.inputs)))
         run(call)
 
     is_cut_short = True
     try:
         with window.capture():
-            call = _collect(backward, finished, kept, run_then_release)
+            call = _collect(backward, finished, kept, run_in_frame)
             is_watched = call is not None and look(call)
             if call is not None and not is_watched:
                 _release_executed(backward, call.artifact, already_run=False)
@@ -176,7 +181,7 @@ def _run_kept(
 def _note_reentry(hooks: Sequence[Any], asking: set[types.CodeType]) -> None:
     """Record that the code `asking`, found behind `hooks`, reaches nodes of the running backward."""
     _reentering.update(asking)
-    _kept_classes.update(type(hook) for hook in hooks if is_context(hook) and who_asks([hook]))
+    _kept_classes.update(type(hook) for hook in hooks if is_context(hook) and asks([hook]))
 
 
 def _is_to_be_kept(backward: LiveBackward) -> bool:
@@ -206,7 +211,7 @@ def _may_be_reentered(graph: BackwardGraph, nodes: Sequence[Any]) -> bool:
     other than a leaf's, or a Function or a leaf's hook that asks for gradients."""
     return any(
         (call.kind is CallKind.HOOK and ((leaf := leaf_of(nodes[call.node_call])) is None or leaf_asks(leaf)))
-        or (call.kind is CallKind.FUNCTION and who_asks([nodes[call.node_call]]))
+        or (call.kind is CallKind.FUNCTION and asks([nodes[call.node_call]]))
         for _, call in graph.calls()
     )
 
@@ -261,6 +266,8 @@ def _never_run(request: EngineRequest) -> EngineProtocol:
 def _levels(live: LiveGraph, executed: set[int], separate: set[int]) -> Sequence[set[int]]:
     """Group the `executed` nodes that are not in `separate`, by the largest number of separate nodes on a
     path to them. No path between two nodes of one group contains a separate node."""
+    if not separate:
+        return [executed]
     level = dict.fromkeys(range(len(live.nodes)), 0)
     for i in eager_walk(live):
         if i == ROOT:

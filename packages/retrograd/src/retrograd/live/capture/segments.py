@@ -30,7 +30,7 @@ from retrograd.graph.backward_graph import (
     call_name,
     call_of,
     dying_values,
-    is_alias,
+    returns_view,
 )
 from retrograd.graph.structure import structure_and_numbers
 from retrograd.process import Recent
@@ -129,7 +129,7 @@ def _segment(nodes: list[fx.Node], dying: frozenset[fx.Node]) -> Segment:
 
 
 def _is_worth_compiling(nodes: Sequence[fx.Node]) -> bool:
-    return any(call_of(node).kind in _WORTH_COMPILING and not is_alias(node) for node in nodes)
+    return any(call_of(node).kind in _WORTH_COMPILING and not returns_view(node) for node in nodes)
 
 
 # numbers that change from capture to capture

@@ -31,7 +31,7 @@ from retrograd.graph.backward_graph import (
     call_of,
     dying_values,
 )
-from retrograd.graph.emit import Boxed, Emitter, emit_calls
+from retrograd.graph.emit import Boxed, Emitter, emit_calls, with_room
 from retrograd.live.calls.gradients import Accumulator, OutputCheck, RememberingCheck, accumulate_quietly
 from retrograd.live.plan_log import PlanLog
 from retrograd.runtime.modes import KeptModes, ModesKept, torch_functions_off
@@ -104,7 +104,7 @@ class GeneratedSource:
         while number < len(self._steps):
             number = self._stretch(number) if self._is_quiet(number) else self._single(number)
         emit.line(f"return [{', '.join('None' if n is None else emit.name(n) for n in layout.outputs)}]")
-        self.function = emit.function()
+        self.function = with_room(emit.function())
 
     def found_in(self, variables: Mapping[str, Any]) -> tuple[dict[fx.Node, Any], States]:
         """The values among the function's local variables, and the states of saved tensors."""
