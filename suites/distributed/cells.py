@@ -22,6 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any] | None, Callable[[], Context]]]
     "live": (None, functools.partial(retrograd.compiled_autograd, backend="eager")),
     "compile": (functools.partial(retrograd.compile, backend="eager"), contextlib.nullcontext),
 }
+
+#: how long a rank waits for another, which may have failed
+LIMIT = timedelta(minutes=2)
 
 #: Autocast casts a weight once for all four microbatches in eager, once for each call in compiled code, so
 #: gradients of weights arrive earlier ("All compiled forwards" in docs/limits.md). Nothing else may differ.
@@ -293,12 +297,19 @@ def cells(rank: int, ranks: int, rendezvous: str, chosen: argparse.Namespace, ou
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100000"
     warnings.simplefilter("ignore")
     found: dict[str, dict[str, Any]] = {}
-    with joined(rank, ranks, rendezvous) as device:
+    with joined(rank, ranks, rendezvous, LIMIT) as device:
         for wrapper in chosen.wrappers.split(","):
+            ways = [way for way in chosen.ways.split(",") if not has_no_nodes(wrapper, way)]
             for mode in chosen.modes.split(",") if WRAPPERS[wrapper].ranks == ranks else ():
-                found[f"{wrapper}, {mode}"] = cell(wrapper, mode, chosen.ways.split(","), device)
+                found[f"{wrapper}, {mode}"] = cell(wrapper, mode, ways, device)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
+
+
+def has_no_nodes(wrapper: str, way: str) -> bool:
+    """Whether this torch frees the nodes of compiled stages between the halves of a backward. Before 2.13, it
+    keeps only the Python object of an autograd.Function, and raises in the second half."""
+    return wrapper == "zero bubble" and way == "compile" and torch.__version__ < "2.13"
 
 
 def cell(wrapper: str, mode: str, ways: Sequence[str], device: torch.device) -> dict[str, Any]:
