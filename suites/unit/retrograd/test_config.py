@@ -119,6 +119,11 @@ def test_the_text_says_what_was_found_and_what_is_allowed() -> None:
     assert str(refused.value) == "option 'dynamic': got 'yes'\n  expected  None, True or False"
 
 
+def test_the_name_for_torch_compile_is_explained_as_a_backend() -> None:
+    with pytest.raises(OptionError, match="'retrograd', a name for"):
+        retrograd.compile(torch.sin, backend="retrograd")
+
+
 @pytest.mark.parametrize("door", [*DOORS, "Config"])
 def test_an_unknown_option_is_refused_with_those_that_there_are(door: str) -> None:
     of_dynamo = door in ("backend", "compile, options")

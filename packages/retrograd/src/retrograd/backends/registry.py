@@ -208,5 +208,6 @@ def find_backend(backend: str | Backend | Callable[..., Any], option: str = "bac
         return backend
     if isinstance(backend, str) or not callable(backend):
         expected = f"one of {', '.join(sorted(BACKENDS))}, or a callable (gm, example_inputs) -> callable"
-        raise OptionError(option, f"got {backend!r}", expected)
+        here = ", a name for torch.compile alone; leave it out here" if backend == "retrograd" else ""
+        raise OptionError(option, f"got {backend!r}{here}", expected)
     return CustomBackend(backend)
