@@ -172,7 +172,8 @@ def _refuse_slow_path(first: FirstRun | None, func: Any, args: Sequence[Any], kw
     given = (*args, *kwargs.values())
     is_differentiated = any(isinstance(one, torch.Tensor) and one.requires_grad for one in given)
     if torch.backends.mha.get_fastpath_enabled() and not (torch.is_grad_enabled() and is_differentiated):
-        text = "it calls an attention module that has a fast path for inference"
+        text = "it calls an attention module that has a fast path for inference, which "
+        text += "torch.backends.mha.set_fastpath_enabled(False) turns off"
         if first is not None:
             first.hides(text)  # the module has chosen its path already
         raise not_representable(text)
