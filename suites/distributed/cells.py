@@ -159,7 +159,7 @@ class Outcome:
     fallbacks: list[str] = field(default_factory=list)
 
 
-def _hash(value: Any) -> str:
+def hashed(value: Any) -> str:
     """A short hash of a tensor's dtype, sizes and elements on this rank."""
     if value is None:
         return "None"
@@ -201,7 +201,7 @@ def run(way: str, wrapper: str, mode: str, device: torch.device) -> Outcome:
 
     def called(name: str, value: Any) -> None:
         name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        outcome.hooks.append(f"{name} {_hash(value)}")
+        outcome.hooks.append(f"{name} {hashed(value)}")
 
     for name, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
@@ -225,11 +225,11 @@ def run(way: str, wrapper: str, mode: str, device: torch.device) -> Outcome:
                 stack.enter_context(torch.autograd.graph.save_on_cpu())
             passes = 2 if mode == "accumulation" else 1
             for each in range(passes):
-                outcome.values.append(_hash(step(x[each], context(), each == passes - 1)))
-        outcome.values += [_hash(p.grad) for p in model.parameters()]
+                outcome.values.append(hashed(step(x[each], context(), each == passes - 1)))
+        outcome.values += [hashed(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    outcome.parameters = [_hash(p) for p in model.parameters()]
+    outcome.parameters = [hashed(p) for p in model.parameters()]
     outcome.collectives = _collectives(since)
     outcome.fallbacks = sorted({reason.code for reason in retrograd.explain().fallbacks})
     return outcome
