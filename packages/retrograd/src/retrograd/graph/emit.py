@@ -103,8 +103,8 @@ class Emitter:
 
 
 #: CPython allocates frames from chunks. A frame that does not fit gets a new chunk: of 2048 words, or of the
-#: next power of two in which the frame and `_OVERHEAD` words fit. Ours has at least `_ROOM` words left. Frames
-#: below `_LARGE` words stay where they are, as eager's do: a chunk of their own would cost more than it gains.
+#: next power of two in which the frame and `_OVERHEAD` words fit. Ours has at least `_ROOM` words left. A
+#: frame of fewer than `_LARGE` words stays where it is, as in eager: its own chunk would cost more time.
 _OVERHEAD, _ROOM, _LARGE = 1000, 1 << 13, 1 << 9
 
 
