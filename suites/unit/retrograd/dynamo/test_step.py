@@ -77,6 +77,25 @@ def test_optimizers_of_wrapper_subclasses_are_left_to_python():
     assert step.explain().left_to_python == {"optimizer"}
 
 
+def test_an_optimizer_may_be_made_in_the_step():
+    def trained(prepare):
+        weight = torch.nn.Parameter(torch.ones(3))
+
+        @prepare
+        def step(x):
+            opt = torch.optim.SGD([weight], lr=0.1)
+            opt.zero_grad()
+            (weight * x).square().sum().backward()
+            opt.step()
+
+        for number in range(1, 4):
+            step(torch.full((3,), number / 8))
+        return weight.detach()
+
+    ours = trained(lambda fn: retrograd.compile_step(fn, backend="aten"))
+    torch.testing.assert_close(ours, trained(lambda fn: fn))
+
+
 def simple(model, opt, after=lambda: None):
     def step(x, y):
         opt.zero_grad()

@@ -142,7 +142,8 @@ def _updates_wrappers(frame: FrameType) -> bool:
     """Whether the frame is a method of an optimizer of wrapper subclasses, or calls one."""
     given = frame.f_locals.get("self"), *frame.f_locals.get("args", ())[:1]
     optimizers = [value for value in given if isinstance(value, torch.optim.Optimizer)]
-    groups = [group["params"] for one in optimizers for group in one.param_groups]
+    # An optimizer has no groups before its base class is initialised.
+    groups = [group["params"] for one in optimizers for group in getattr(one, "param_groups", ())]
     return any(is_wrapper(parameter) for group in groups for parameter in group)
 
 

@@ -103,18 +103,21 @@ class Emitter:
 
 
 #: CPython allocates frames from chunks. A frame that does not fit gets a new chunk: of 2048 words, or of the
-#: next power of two in which the frame and `_OVERHEAD` words fit. Ours has at least `_ROOM` words left.
-_OVERHEAD, _ROOM = 1000, 1 << 13
+#: next power of two in which the frame and `_OVERHEAD` words fit. Ours has at least `_ROOM` words left. A
+#: frame of fewer than `_LARGE` words stays where it is, as in eager: its own chunk would cost more time.
+_OVERHEAD, _ROOM, _LARGE = 1000, 1 << 13, 1 << 9
 
 
 def with_room(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the frame of `fn` a chunk in which all its callees fit. Returns `fn`.
+    """Give the frame of `fn`, if it is large, a chunk in which all its callees fit. Returns `fn`.
 
     A call that finds no room allocates a chunk, and frees it when it returns. Below a function with thousands
     of variables, this happened in every call that a hook made, and doubled the time of a backward.
     """
     code = fn.__code__
-    size = max(_ROOM, 1 << (code.co_nlocals + code.co_stacksize + _OVERHEAD).bit_length())
+    if (words := code.co_nlocals + code.co_stacksize) < _LARGE:
+        return fn
+    size = max(_ROOM, 1 << (words + _OVERHEAD).bit_length())
     # With the overhead, the frame is a little larger than `size`, so its chunk is twice as large.
     fn.__code__ = code.replace(co_stacksize=size - _OVERHEAD + 100 - code.co_nlocals)
     return fn
