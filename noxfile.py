@@ -280,6 +280,7 @@ def distributed(session: nox.Session) -> None:
     with session.chdir("suites"):
         run(session, "python", "-m", "distributed.faults", "--runs", "40")
         run(session, "python", "-m", "distributed.cells", *session.posargs)
+        run(session, "python", "-m", "distributed.trainers")
 
 
 @nox.session(reuse_venv=True)

@@ -309,6 +309,11 @@ LINES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], 
 }
 
 
+#: Dynamo leaves a checkpoint to Python if a module in it has a backward hook, so nothing is compiled there.
+#: And transformers repeats the heads of keys only where it is compiled, so last bits differ.
+KNOWN = {("FSDP2, as torchtitan", "model.compile"), ("TRL", "model.compile")}
+
+
 def outcome(trainer: str, line: str) -> Outcome:
     """Train with hooks on each normalisation and parameter."""
     torch._dynamo.reset()
@@ -365,13 +370,13 @@ def train(rank: int, ranks: int, rendezvous: str, chosen: argparse.Namespace, po
 
 
 def unexpected(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The ways and lines that differ from eager, and those that fall back. Each must have run hooks."""
+    """The ways and lines that are not as `KNOWN` says. Each way must have run hooks."""
     silent = [f"{trainer}: no hook ran" for trainer, lines in found.items() if not lines["hooks"]]
     return silent + [
         f"{trainer}, {line}: {lines[line]}"
         for trainer, lines in found.items()
         for line in LINES
-        if lines[line]["differs"] or lines[line]["fallbacks"]
+        if bool(lines[line]["differs"] or lines[line]["fallbacks"]) != ((trainer, line) in KNOWN)
     ]
 
 

@@ -1,1 +1,4 @@
-"""The live path: captures one backward, schedules, lowers and runs it."""
+"""The live path: captures one backward, schedules, lowers and runs it.
+
+A call of ``backward`` enters at `contexts`; only `calls.gradients` writes ``.grad``.
+"""

@@ -1,4 +1,4 @@
-"""Reorder a captured backward into the order in which eager would execute it.
+"""Reorder a captured backward, its hooks included, into the order in which eager would execute it.
 
 In: a `BackwardGraph` in the engine's order, and the position in eager's order of every node call and of every
 step of an inlined node. Out: the same calls, block by block in eager's order. Gradients that meet in one
