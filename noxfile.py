@@ -276,7 +276,7 @@ def ray(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def distributed(session: nox.Session) -> None:
-    """Forty ways to train on two and four gloo ranks, in eager and compiled; ranks that fail (12 min)."""
+    """Fifty ways to train on two and four gloo ranks, in eager and compiled; ranks that fail (15 min)."""
     with session.chdir("suites"):
         run(session, "python", "-m", "distributed.faults", "--runs", "40")
         run(session, "python", "-m", "distributed.cells", *session.posargs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import pickle
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograd
 from distributed.group import joined, spawned
+from distributed.outcomes import Outcome, difference, end, hashed, on_all_ranks
 
 WIDTH, BLOCKS, BATCH, STEPS = 8, 4, 8, 3
 Context = contextlib.AbstractContextManager[object]
@@ -148,26 +147,6 @@ KNOWN = {(f"{wrapper}, mixed precision", "compile") for wrapper in ("1F1B", "zer
 # one run
 
 
-@dataclass
-class Outcome:
-    """What a run left on one rank: hashes of losses and gradients, hook events, collectives, parameters."""
-
-    values: list[str] = field(default_factory=list)
-    hooks: list[str] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
-
-
-def hashed(value: Any) -> str:
-    """A short hash of a tensor's dtype, sizes and elements on this rank."""
-    if value is None:
-        return "None"
-    local = (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
-    elements = local.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{local.dtype}{tuple(local.shape)}".encode() + elements).hexdigest()[:12]
-
-
 def _collectives(since: int) -> list[str]:
     """The collectives that this rank has started from number `since` on."""
     entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]  # type: ignore[attr-defined]
@@ -199,15 +178,7 @@ def run(way: str, wrapper: str, mode: str, device: torch.device) -> Outcome:
             own[number] = compiling(own[number])
     model = kind.wrap(own, device, mode == "mixed precision")
 
-    def called(name: str, value: Any) -> None:
-        name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        outcome.hooks.append(f"{name} {hashed(value)}")
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm):
-            module.register_full_backward_hook(lambda m, given, grads, name=name: called(name, grads[0]))
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: called(name, p.grad))
+    outcome.log_hooks(model)
     step = _pipeline(wrapper, model, device) if pipelined else _data_parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if pipelined:  # the first call finds out sizes, with whatever lies in its buffers
@@ -276,19 +247,6 @@ def _pipeline(
     return step
 
 
-def difference(eager: Outcome, ours: Outcome) -> str:
-    """The parts in which they differ, each with the first place; empty if none."""
-    told = []
-    for part in ("values", "hooks", "collectives", "parameters"):
-        before, after = getattr(eager, part), getattr(ours, part)
-        if before != after:
-            pairs = enumerate(zip(before, after, strict=False))
-            at = next((n for n, (one, two) in pairs if one != two), min(len(before), len(after)))
-            numbers = f"{len(after)} for {len(before)}"
-            told.append(f"{part}: {numbers}; number {at}: {after[at : at + 1]} for {before[at : at + 1]}")
-    return " | ".join(told)
-
-
 # all cells
 
 
@@ -322,13 +280,9 @@ def cell(wrapper: str, mode: str, ways: Sequence[str], device: torch.device) -> 
             here = difference(eager, ours), ours.fallbacks
         except Exception as error:
             here = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", []
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, here)
-        differs = [text for text, _ in everywhere if text]
-        codes = sorted({code for _, all_codes in everywhere for code in all_codes})
-        found[way] = {"differs": differs, "fallbacks": codes}
-        if dist.get_rank() == 0 and (differs or codes):
-            sys.stderr.write(f"{wrapper}, {mode}, {way}: {differs} {codes}\n")
+        told = found[way] = on_all_ranks(*here)
+        if dist.get_rank() == 0 and any(told.values()):
+            sys.stderr.write(f"{wrapper}, {mode}, {way}: {told}\n")
     return found
 
 
@@ -357,12 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.NamedTemporaryFile() as out:
             spawned(cells, ranks, chosen, out.name)
             found |= json.loads(Path(out.name).read_text())
-    lines = ",\n".join(f"  {json.dumps(cell)}: {json.dumps(ways)}" for cell, ways in found.items())
-    text = f'{{\n "torch": "{torch.__version__}",\n "cells": {{\n{lines}\n }}\n}}'
-    sys.stdout.write(text + "\n")
-    if chosen.out:
-        Path(chosen.out).write_text(text + "\n")
-    sys.exit("\n".join(unexpected(found)) or 0)
+    end("cells", found, unexpected(found), chosen.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cells import Outcome, difference, main, unexpected
+from distributed.cells import main, unexpected
+from distributed.outcomes import Outcome, difference
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,15 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograd
-from distributed.cells import WIDTH, Outcome, difference, hashed, network
+from distributed.cells import WIDTH, fsdp2, network
 from distributed.group import joined, spawned
+from distributed.outcomes import Outcome, difference, end, hashed, on_all_ranks
 
-RANKS, STEPS, BATCH = 2, 20, 4
+RANKS, STEPS, BATCH, CPU = 2, 20, 4, torch.device("cpu")
 #: called with a model once it is made: sets hooks, and may compile it
 Prepare = Callable[[nn.Module], nn.Module]
 PLAIN: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -55,6 +54,17 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 # loops of one's own
+
+
+def run_on(
+    model: nn.Module, optimizer: torch.optim.Optimizer, before_step: Callable[[], object] = lambda: None
+) -> None:
+    """Train on the batches of this rank."""
+    for x in batches():
+        loss_of(model(x)).backward()
+        before_step()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def accumulating(prepare: Prepare) -> nn.Module:
@@ -80,25 +90,16 @@ def accumulating(prepare: Prepare) -> nn.Module:
 def sharded(prepare: Prepare) -> nn.Module:
     """As torchtitan does it: checkpoints, then FSDP2 for each block in mixed precision, clipped gradients."""
     net = prepare(nn.Sequential(*map(checkpoint_wrapper, network())))
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in net.children():
-        fully_shard(block, mp_policy=policy)
-    fully_shard(net, mp_policy=policy)
+    fsdp2(net, CPU, True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
-    for x in batches():
-        loss_of(net(x)).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
+    run_on(net, optimizer, lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True))
     return net
 
 
 def in_the_backward(prepare: Prepare) -> nn.Module:
     """As torchtune does it: FSDP2, and an optimizer for each parameter in a hook."""
     net = prepare(network())
-    for block in net.children():
-        fully_shard(block)
-    fully_shard(net)
+    fsdp2(net, CPU, False)
     optimizers = {one: torch.optim.AdamW([one], lr=0.01) for one in net.parameters()}
 
     def update(parameter: Tensor) -> None:
@@ -169,11 +170,7 @@ def divided_states(prepare: Prepare) -> nn.Module:
     """ZeRO's first stage: DDP, and an optimizer whose states are divided among the ranks."""
     net = prepare(network())
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    for x in batches():
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run_on(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
     return net
 
 
@@ -182,11 +179,7 @@ def compressed(prepare: Prepare) -> nn.Module:
     net = prepare(network())
     model = DistributedDataParallel(net)
     model.register_comm_hook(None, fp16_compress_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x in batches():
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run_on(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     return net
 
 
@@ -322,19 +315,8 @@ def outcome(trainer: str, line: str) -> Outcome:
     found = Outcome()
 
     def prepared(net: nn.Module) -> nn.Module:
-        for name, module in net.named_modules():
-            if "norm" in name.rpartition(".")[2]:
-                module.register_full_backward_hook(
-                    lambda m, given, grads, name=name: found.hooks.append(f"{name} {hashed(grads[0])}")
-                )
-        net = prepare(net)
-        for name, parameter in net.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: found.hooks.append(f"{name} {hashed(p.grad)}")
-            )
-        return net
+        found.log_hooks(net)
+        return prepare(net)
 
     torch.manual_seed(0)
     with context():
@@ -360,11 +342,7 @@ def train(rank: int, ranks: int, rendezvous: str, chosen: argparse.Namespace, po
             found[trainer] = {"hooks": len(eager.hooks)}
             for line in LINES:
                 ours = outcome(trainer, line)
-                everywhere: list[Any] = [None] * ranks
-                dist.all_gather_object(everywhere, (difference(eager, ours), ours.fallbacks))
-                differs = [text for text, _ in everywhere if text]
-                codes = sorted({code for _, all_codes in everywhere for code in all_codes})
-                found[trainer][line] = {"differs": differs, "fallbacks": codes}
+                found[trainer][line] = on_all_ranks(difference(eager, ours), ours.fallbacks)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
 
@@ -392,12 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.NamedTemporaryFile() as out:
         spawned(train, RANKS, chosen, port, out.name)
         found = json.loads(Path(out.name).read_text())
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(told)}" for name, told in found.items())
-    text = f'{{\n "torch": "{torch.__version__}",\n "trainers": {{\n{lines}\n }}\n}}'
-    sys.stdout.write(text + "\n")
-    if chosen.out:
-        Path(chosen.out).write_text(text + "\n")
-    sys.exit("\n".join(unexpected(found)) or 0)
+    end("trainers", found, unexpected(found), chosen.out)
 
 
 if __name__ == "__main__":
