@@ -1066,6 +1066,24 @@ def test_pieces_of_a_program_work_in_one_memory():
 
 
 @pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_recordings_produce_in_turn_is_copied(seed):
+    # layers are skipped at random, so each has other neighbours in each step
+    recorder, draw, x = Recorder(), random.Random(seed), torch.ones(8)
+    first, _ = call_of(lambda i: [i[0] + 0], recorder, SharedMemory(), copyable=64)
+    made, records = pieces(recorder, 6), []
+    for step in range(150):
+        kept = [piece for piece in made if step < 2 * WARM_UPS or draw.random() < 0.8]
+        (y,) = first([x.fill_(step % 3)])
+        found, expected = run_pieces(kept, y)
+        assert torch.equal(found, expected)
+        del found, y
+        records.append(recorder.records)
+    assert all(len(call._recordings) <= 2 for *calls, _ in made for call in calls), "each holds its results"
+    assert records[-1] - records[-50] <= 2
+
+
+@pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("begin", [0, 3])
 def test_recordings_stay_whatever_they_read_of_what_another_gives(begin):
     recorder, x = Recorder(), torch.ones(8)

@@ -14,7 +14,7 @@ from torch import nn
 
 import retrograd
 from retrograd import aot
-from retrograd.cudagraphs import graphed_call, graphed_function
+from retrograd.cudagraphs import graphed_call, graphed_function, results
 from retrograd.dynamo import retrograd as backend
 from unit.retrograd.cudagraphs.without_device import Recorder
 
@@ -263,6 +263,29 @@ def test_each_set_of_sizes_that_comes_back_has_its_recordings(recorder, way):
     assert len(set(recorder.lie_in)) <= 2, "all sizes share their pools"
     assert recorder.replays >= len(sizes) * 4
     assert not retrograd.explain().notes
+
+
+def test_results_that_a_program_drops_are_overwritten_by_other_sizes(recorder, monkeypatch):
+    monkeypatch.setattr(results, "LITTLE", 0)
+    pools, make = [], recorder.new_pool
+    monkeypatch.setattr(recorder, "new_pool", lambda device: pools.append(make(device)) or pools[-1])
+
+    def held(sizes):
+        """How many blocks of pools are in use between steps."""
+        pools.clear()
+        model = network()
+        other = copy.deepcopy(model)
+        run = retrograd.compile(other, backend="eager", dynamic=True, options={"cudagraphs": True})
+        for batch in sizes * 8:
+            x = torch.full((batch, 4), 0.1 * batch)
+            for each, call in ((model, model), (other, run)):
+                each.zero_grad()
+                call(x).square().sum().backward()
+            torch.testing.assert_close(*[[p.grad for p in each.parameters()] for each in (other, model)])
+        assert recorder.replays
+        return sum(not block.is_free() for pool in pools for block in pool.blocks)
+
+    assert held([5, 7, 9]) <= held([5]) + 2
 
 
 def test_what_has_many_sizes_runs_as_it_is_from_some_number_on(recorder, monkeypatch):

@@ -41,9 +41,7 @@ class AddressHistory:
             given: indices of inputs that a recording produced.
         """
         if self._last:
-            changed = self._changed(addresses, self._last[-1]) - self._written - set(given)
-            if sum(sizes[i] for i in self.copied | changed) <= self._copyable:
-                self.copied |= changed
+            self._copy(self._changed(addresses, self._last[-1]) - set(given), sizes)
         is_repeated = any(not self._changed(addresses, before) - set(given) for before in self._last)
         self._last.append(addresses)
         return is_repeated
@@ -55,6 +53,16 @@ class AddressHistory:
         self._settled |= settled
         self.copied -= settled
         return bool(settled)
+
+    def alternate(self, places: set[int], sizes: Sequence[int]) -> None:
+        """Copy the inputs at `places` for good, if they are small: several recordings produce them in turn."""
+        self._copy(places, sizes)
+        self._settled |= places
+
+    def _copy(self, places: set[int], sizes: Sequence[int]) -> None:
+        wanted = self.copied | (places - self._written)
+        if sum(sizes[i] for i in wanted) <= self._copyable:
+            self.copied = wanted
 
     def _changed(self, addresses: list[int], before: list[int]) -> set[int]:
         pairs = enumerate(zip(addresses, before, strict=True))

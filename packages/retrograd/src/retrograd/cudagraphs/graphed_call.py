@@ -31,6 +31,7 @@ from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.policy import (
+    ALTERNATIVES,
     FIRST_REPLAYS,
     MOST_AT_ONCE,
     MOST_INVERSIONS,
@@ -124,6 +125,7 @@ class GraphedCall:
         device: the device of its tensors.
         values: what we know about its inputs and results.
         tell: called with the reason of each call that runs normally.
+        kin: as in `Recorded`.
 
     Attributes:
         is_refused: True if the function cannot be recorded.
@@ -136,8 +138,9 @@ class GraphedCall:
         device: torch.device,
         values: Values,
         tell: Callable[[Reason], None] = lambda reason: None,
+        kin: Hashable = None,
     ) -> None:
-        self._fn, self._program, self._device = fn, program, device
+        self._fn, self._program, self._device, self._kin = fn, program, device, kin
         self._recorder = program.recorder
         self._kept, self._loose, self._tell = values.kept, tuple(values.loose), tell
         self._most = MOST_LARGE if values.copyable > MUCH else MOST_RECORDINGS
@@ -155,6 +158,9 @@ class GraphedCall:
         self._calls = self._made = self._recorded_at = 0
         self._replays = self._waits = self._made_at_once = 0
         self._stream: int | None = None
+        #: how many calls there were; whether two in a row read the same results of other recordings, as they
+        #: never do if layers share the function.
+        self._count, self._repeats = 0, False
         #: True if we make no more recordings.
         self._is_over = False
         self.is_refused = False
@@ -167,6 +173,7 @@ class GraphedCall:
         try:
             with self._program.replaying:  # no other thread may overwrite or hand out results meanwhile
                 self._program.runs(self)
+                self._count += 1
                 if (recorded := self._recorded_for(inputs)) is not None:
                     self._recorder.wait_for_streams()
                     results = recorded(inputs)
@@ -207,7 +214,8 @@ class GraphedCall:
             self._give_up([recorded])
             recorded = None
         if recorded is not None and self._may_replay(recorded, inputs):
-            recorded.used = self._replays
+            self._repeats |= bool(recorded.givers) and recorded.used == self._count - 1
+            recorded.used = self._count
             return recorded
         if recorded in self._recordings:
             return None  # a later call may replay it
@@ -220,6 +228,7 @@ class GraphedCall:
         addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in inputs]
         sizes = [value.nbytes if isinstance(value, torch.Tensor) else 0 for value in inputs]
         given = self._given(inputs)
+        self._copy_alternating(inputs, sizes, given)
         current = (one for one in self._recordings if one.copied == self._history.copied)
         are_held = any(one.fits(inputs, self._loose) for one in current)
         is_repeated = are_held or self._history.note(addresses, sizes, given)
@@ -262,6 +271,25 @@ class GraphedCall:
         there = self._program.given()
         found = {i: memory_of(value) for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         return {i: address for i, address in found.items() if address in there}
+
+    def _copy_alternating(self, inputs: list[Any], sizes: Sequence[int], given: Collection[int]) -> None:
+        """Copy small inputs if only they differ from those of several recordings, and other recordings
+        produce them: for example, if a model skips layers at random, so that a layer has other ones before it
+        in each step. One more recording for each would hold its results once more."""
+        if not self._repeats:
+            return
+        there, moving = self._program.given(), set(given).difference(self._results)
+        found = [
+            moved
+            for one in self._recordings
+            if one.copied == self._history.copied
+            and there.issuperset(address for address, _ in one.givers.values())
+            and (moved := one.moved(inputs)) <= moving
+            and moved
+            and not one.results.is_saved_held()
+        ]
+        if len(found) >= ALTERNATIVES:
+            self._history.alternate(set().union(*found), sizes)
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
         """Whether some of `inputs` are on a device where only a normal run of the forward puts them."""
@@ -347,7 +375,7 @@ class GraphedCall:
             key, into = self._program.pool(self._device, stream, separate, unproven)
             donated = into.donatable(inputs, self._results.keys() - copied)
             places = Places(copied, donated, self._kept)
-            recorded = Recorded(record, inputs, places, into, self._leaving)
+            recorded = Recorded(record, inputs, places, into, self._leaving, self._kin)
             self._program.pools[key] = into
         except Exception as error:
             if not isinstance(error, Refusal):
@@ -359,7 +387,7 @@ class GraphedCall:
             self._tell(refusal("cuda-graphs-failed", first_line(error)))
             return None
         _proven.update(unproven)
-        self._stream, recorded.givers, recorded.used = stream, givers, self._replays
+        self._stream, recorded.givers, recorded.used = stream, givers, self._count
         counters["cuda_graph_recordings"] += 1
         self._recordings.append(recorded)
         return recorded

@@ -44,7 +44,7 @@ class GraphedFunction:
 
     Args:
         code: the function.
-        make: makes the `GraphedCall` for one more set.
+        make: makes the `GraphedCall` for one more set; ``kin=`` is equal for sets that differ in sizes only.
         instead: called once, if a call cannot be recorded.
         inputs: example values of its inputs.
         tell: called with the reason if calls with some sizes are not recorded.
@@ -53,7 +53,7 @@ class GraphedFunction:
     def __init__(
         self,
         code: Boxed,
-        make: Callable[[], GraphedCall],
+        make: Callable[..., GraphedCall],
         instead: Instead,
         inputs: Sequence[Any],
         tell: Callable[[Reason], None],
@@ -103,7 +103,8 @@ class GraphedFunction:
                 known._calls.pop(where, None)
 
         watches = [weakref.ref(one, gone) for one in parameters]
-        return self._calls.setdefault(where, (self._make(), watches))
+        kin = (id(self), *where[: len(parameters)]) if self._sizes else None
+        return self._calls.setdefault(where, (self._make(kin=kin), watches))
 
     def _has_room(self, parameters: tuple[int, ...]) -> bool:
         """Whether one more set of sizes fits. The oldest set without a recording makes room."""

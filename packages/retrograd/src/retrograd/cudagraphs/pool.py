@@ -7,7 +7,8 @@ are still referenced and prevent a replay, and which inputs may be donated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +16,27 @@ import torch
 from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Results
 from retrograd.policy import FEW, GAPS, MANY
-from retrograd.runtime.tensor import is_only_here, placed_on, storage_of
+from retrograd.runtime.tensor import are_only_here, is_only_here, placed_on, storage_of
 
 #: pools of dropped recordings whose results are still referenced.
 _lingering: set[Pool] = set()
+
+
+class Given:
+    """The references that `inputs` at `places` have to memory that was donated to a recording."""
+
+    def __init__(self, inputs: list[Any], places: Collection[int]) -> None:
+        self._inputs, self._places = inputs, places
+
+    @cached_property
+    def are_all(self) -> bool:
+        """Whether nobody else refers to these tensors."""
+        return are_only_here(self._inputs, self._places)
+
+    @cached_property
+    def counts(self) -> Mapping[int, int]:
+        """As `held_here`."""
+        return held_here(self._inputs, self._places)
 
 
 class Pool:
@@ -26,9 +44,10 @@ class Pool:
 
     A recording never uses memory that holds results of earlier recordings, but its temporaries may overwrite
     results of later ones. A forward's saved results may be *donated* to the recording of its backward, which
-    frees them as it runs. So may results that the caller got from the forward and has dropped. A donated
-    result no longer owns its memory, and other recordings use that memory too. So we can replay a recording
-    if nothing refers to its results, to results of a later one, or to results donated before it was made.
+    frees them as it runs. So may results that the caller got from the forward and has dropped, and those of
+    recordings of the same code for other sizes. A donated result no longer owns its memory, and other
+    recordings use that memory too. So we can replay a recording if nothing refers to its results, to results
+    of a later one, or to results donated before it was made.
 
     Args:
         handle: the recorder's handle of the pool.
@@ -62,7 +81,7 @@ class Pool:
         """Mark the results of recording `number` as handed out."""
         self._out[number] = self._entered[number]
 
-    def in_the_way(self, number: int, given: Mapping[int, int]) -> list[Results]:
+    def in_the_way(self, number: int, given: Given) -> list[Results]:
         """The results that are still referenced and that a replay of recording `number` would overwrite.
 
         For storages that were donated to it, the `given` references do not count: they are its inputs.
@@ -77,7 +96,7 @@ class Pool:
                 del self._out[place]
         return found
 
-    def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
+    def is_shared(self, number: int, given: Given) -> bool:
         """Whether memory that was donated to recording `number` has more references than the `given` ones."""
         return any(one.is_shared(number, given) for one in self._out.values())
 
@@ -85,23 +104,23 @@ class Pool:
         """The indices among `places` of inputs that were saved in this pool and have no other references."""
         if not self._may_donate:
             return set()
-        given = held_here(inputs, places)
+        given = Given(inputs, [*places])
         free = {storage for one in self._out.values() for storage in one.saved_but_for(given)}
         return {i for i in places if isinstance(inputs[i], torch.Tensor) and storage_of(inputs[i]) in free}
 
-    def donate(self, inputs: list[Any], places: Collection[int], number: int) -> None:
+    def donate(self, inputs: list[Any], places: Collection[int], number: int, kin: Hashable) -> None:
         """Donate the memory of `inputs` at `places` to recording `number`.
 
-        We also donate results that callers got with them and have dropped. Tensors that do not own the
-        memory replace them, in `inputs` and among the results. Does nothing if `places` is empty.
+        We also donate results that callers got with them and have dropped, and dropped results of `kin`.
+        Tensors that do not own the memory replace them, in `inputs` and among the results.
         """
-        if not places:
-            return
         tensors = {place: inputs[place] for place in places}
         storages = {storage_of(tensor) for tensor in tensors.values()}
         aliases: dict[int, torch.Tensor] = {}
         for one in self._entered.values():
-            aliases |= one.give(storages, number)
+            is_kin = self._may_donate and kin is not None and one.kin == kin
+            if places or is_kin:
+                aliases |= one.give(storages, number, is_kin)
         for place, tensor in tensors.items():
             inputs[place] = placed_on(aliases[storage_of(tensor)].untyped_storage(), tensor)
 

@@ -6,12 +6,12 @@ call, and returns the results for them (see `results`). `Pool` knows what a repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from retrograd.cudagraphs.pool import Pool, held_here
+from retrograd.cudagraphs.pool import Given, Pool
 from retrograd.cudagraphs.results import Results
 from retrograd.runtime.tensor import addresses_are, by_dtype, copy_each, geometry_of
 
@@ -39,6 +39,7 @@ class Recorded:
         places: which inputs are copied or donated, and which results stay.
         pool: where it is recorded.
         leaving: indices of results that we copy although they are large; the set may grow. None if all are.
+        kin: equal for recordings of the same code for different sizes; None if there is one set of sizes.
 
     Attributes:
         addresses: of the inputs that it was recorded for; 0 for None.
@@ -59,6 +60,7 @@ class Recorded:
         places: Places,
         pool: Pool,
         leaving: set[int] | None,
+        kin: Hashable = None,
     ) -> None:
         self.copied, self._donated, saved = places
         self._pool, self.replays = pool, 0
@@ -72,11 +74,11 @@ class Recorded:
         self.addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 for v in inputs]
         self._number = pool.next_number()
         given = [self._buffers[i].tensor if i in self._buffers else value for i, value in enumerate(inputs)]
-        pool.donate(inputs, self._donated, self._number)
+        pool.donate(inputs, self._donated, self._number, kin)
         kept = [None if i in self._donated else value for i, value in enumerate(given)]
         graph, outputs = record(given)
         self._replay = graph.replay
-        self.results = Results(outputs, kept, saved, leaving)
+        self.results = Results(outputs, kept, saved, leaving, kin)
         del outputs  # so that `settle` counts only our references
         self.results.settle()
         pool.enter(self, self.results, self._number)
@@ -91,13 +93,17 @@ class Recorded:
             return False
         return addresses_are(inputs, self.addresses, self._static)
 
+    def moved(self, inputs: list[Any]) -> set[int]:
+        """Indices of the inputs that a replay would not read, because they are elsewhere now."""
+        return {i for i in self._static if inputs[i].data_ptr() != self.addresses[i]}
+
     def in_the_way(self, inputs: list[Any]) -> list[Results]:
         """The results that are referenced outside `inputs`, and that a replay would overwrite."""
-        return self._pool.in_the_way(self._number, held_here(inputs, self._donated))
+        return self._pool.in_the_way(self._number, Given(inputs, self._donated))
 
     def is_shared(self, inputs: list[Any]) -> bool:
         """Whether donated inputs have other references."""
-        return self._pool.is_shared(self._number, held_here(inputs, self._donated))
+        return self._pool.is_shared(self._number, Given(inputs, self._donated))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Replay for `inputs`, which must fit. Returns the results."""

@@ -11,8 +11,8 @@ recording on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from retrograd.runtime.tensor import (
     unowned,
     whole_of,
 )
+
+if TYPE_CHECKING:
+    from retrograd.cudagraphs.pool import Given
 
 #: no recording: greater than any recording's number.
 NOBODY = 2**63
@@ -55,6 +58,7 @@ class Results:
         inputs: the recording's inputs.
         saved: indices of results that stay, unless they share memory with other results.
         leaving: indices of results that must be copied; `leave` adds to them. None if only `saved` may stay.
+        kin: as in `Recorded`.
 
     Attributes:
         is_outdated: True if we should record again, and copy results that this recording leaves in the pool.
@@ -72,8 +76,9 @@ class Results:
         inputs: Sequence[Any],
         saved: Collection[int],
         leaving: set[int] | None,
+        kin: Hashable = None,
     ) -> None:
-        self.is_outdated = False
+        self.is_outdated, self.kin = False, kin
         self._constants: list[Any] = [None if isinstance(o, torch.Tensor) else o for o in outputs]
         #: results that are the same tensor as an earlier result. Reference counts must include them.
         self._same: list[tuple[int, int]] = []
@@ -102,6 +107,9 @@ class Results:
         self._storages: list[int] = []
         self._at_rest: list[int] = []
         self.open: list[int] = []
+        #: by the number of a recording to which results were donated: their storages, and the reference
+        #: counts of these when that recording is called. Nothing if other results were donated before.
+        self._expected: dict[int, tuple[list[int], list[int]]] = {}
 
     def settle(self) -> None:
         """Take the reference counts now as the baseline: only the recording refers to the results."""
@@ -128,30 +136,32 @@ class Results:
         """The storage addresses of the staying results."""
         return (memory_of(tensor) for _, tensor in self._staying)
 
-    def is_in_the_way(self, own: int, number: int, given: Mapping[int, int]) -> bool:
+    def is_in_the_way(self, own: int, number: int, given: Given) -> bool:
         """Like `Pool.in_the_way`, for the results of recording `own`. False if ``own < number < least``."""
         if own >= number:
             return self.is_held()
+        if self._is_as_expected(number) and given.are_all:
+            return False
         held = self._held([i for i in self.open if self._until[i] <= number])
         return any(self._until[i] < number or self._is_outside(i, given) for i in held)
 
-    def is_shared(self, number: int, given: Mapping[int, int]) -> bool:
+    def is_shared(self, number: int, given: Given) -> bool:
         """Like `Pool.is_shared`."""
         held = self._held([i for i in self.open if i < self._saved and self._until[i] == number])
         return any(self._is_outside(i, given) for i in held)
 
-    def saved_but_for(self, given: Mapping[int, int]) -> set[int]:
+    def saved_but_for(self, given: Given) -> set[int]:
         """Those of the storages `given` that belong to saved results, and have only the given references."""
         held = self._held([i for i in self.open if i < self._saved and self._until[i] == NOBODY])
         return {self._storages[i] for i in held if not self._is_outside(i, given)}
 
-    def give(self, storages: Collection[int], number: int) -> dict[int, torch.Tensor]:
+    def give(self, storages: Collection[int], number: int, is_kin: bool) -> dict[int, torch.Tensor]:
         """Donate memory to recording `number`. Returns, by storage, tensors that do not own that memory.
 
-        We donate the saved results in `storages`. If this recording saves results, we also donate those that
-        the caller got and no longer holds.
+        We donate the saved results in `storages`. If this recording saves results, or is kin of that one, we
+        also donate those that the caller got and no longer holds.
         """
-        visible = range(self._saved, len(self._staying)) if self._saved else ()
+        visible = range(self._saved, len(self._staying)) if self._saved or is_kin else ()
         free = set(visible).difference(self._held(self.open))
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
         places = [i for i in owned if self._storages[i] in storages or i in free]
@@ -162,6 +172,7 @@ class Results:
             self._staying[i] = place, placed_on(aliases[self._storages[i]], tensor)
             self._until[i] = number
         self._find_least()
+        self._expected.clear()
         aliases.clear()
         for i in places:
             self._storages[i] = storage_of(self._staying[i][1])
@@ -194,9 +205,21 @@ class Results:
     def _find_least(self) -> None:
         self.least = min([self._until[i] for i in self.open], default=NOBODY)
 
-    def _is_outside(self, i: int, given: Mapping[int, int]) -> bool:
+    def _is_as_expected(self, number: int) -> bool:
+        """Whether all that was donated by now was donated to recording `number`, and each saved result has
+        one reference more than at rest. That is the input at its address if `number` is called and fits."""
+        if number not in self._expected:
+            there = [i for i, until in enumerate(self._until) if until <= number]
+            if any(self._until[i] < number for i in there):
+                there = []
+            counts = [self._at_rest[i] + (i < self._saved) for i in there]
+            self._expected[number] = [self._storages[i] for i in there], counts
+        storages, counts = self._expected[number]
+        return bool(storages) and holders(storages) == counts
+
+    def _is_outside(self, i: int, given: Given) -> bool:
         """Whether its storage has more references than the `given` ones."""
-        return holders([self._storages[i]])[0] != self._at_rest[i] + given.get(self._storages[i], 0)
+        return holders([self._storages[i]])[0] != self._at_rest[i] + given.counts.get(self._storages[i], 0)
 
     def hand_out(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the replay that just ran with `inputs`."""

@@ -184,9 +184,11 @@ class CudaRecorder:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Disable garbage collection, which may free what must not be freed during a capture. Clear the cuBLAS
-    workspaces before and after, so that a recording uses no workspace that other code frees later."""
+    workspaces before and after, so that a recording uses no workspace that other code frees later. A thread's
+    first call of cuBLAS makes a handle, which a capture forbids."""
     collecting = gc.isenabled()
     gc.disable()
+    torch.cuda.current_blas_handle()
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield

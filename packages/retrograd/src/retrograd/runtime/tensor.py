@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _compared = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _set_version: Any = torch._C._autograd._unsafe_set_version_counter
+_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 _compiled: Any = guards  # its annotations omit the functions that generated code calls
 
 
@@ -78,10 +79,17 @@ def holders(storages: Sequence[int]) -> list[int]:
 
 def is_only_here(values: list[Any], place: int) -> bool:
     """Whether the value at `place` is a tensor that only the list references, in Python and in C++."""
-    if not isinstance(values[place], torch.Tensor):
-        return False
+    return isinstance(values[place], torch.Tensor) and are_only_here(values, [place])
+
+
+def are_only_here(values: list[Any], places: Collection[int]) -> bool:
+    """Like `is_only_here`, for the tensors at all `places`."""
+    get = values.__getitem__
     # two references: the list, and the argument of the call
-    return sys.getrefcount(values[place]) <= 2 and values[place]._use_count() <= 1
+    return (
+        max(map(sys.getrefcount, map(get, places)), default=0) <= 2
+        and max(map(_use_count, map(get, places)), default=0) <= 1
+    )
 
 
 def reinterpreted(
