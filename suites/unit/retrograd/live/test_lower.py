@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import retrograd
 from retrograd import LoweringError
+from retrograd.backends.registry import AtenBackend
 from unit.retrograd.programs import leaf
 
 
@@ -35,6 +38,34 @@ def test_sizes_settle_after_two_compilations() -> None:
     assert (retrograd.counters["captures"], retrograd.counters["lowerings"]) == (2, 2)
     symbolic = context.explain().backwards[1].lowerings[0]
     assert "size()[0] ==" in symbolic.guards
+
+
+class Preparing(AtenBackend):
+    """Records when it is prepared, and when it compiles."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def prepare(self, *, in_process: bool = False) -> None:
+        self.events.append("prepare")
+
+    def decompositions(self) -> Mapping[Any, Any]:
+        self.events.append("trace")
+        return super().decompositions()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append("compile")
+        return super().compile(*args, **kwargs)
+
+
+def test_a_backend_prepares_before_a_trace_too_since_a_program_may_reach_a_gpu_inside_the_context() -> None:
+    """Inductor's compile workers start only in a process that has used a GPU. A program that entered the
+    context first compiled its first kernels one at a time, until the workers ran."""
+    backend = Preparing()
+    context = retrograd.compiled_autograd(backend)
+    backend.events.clear()
+    train(context, 4)
+    assert backend.events[-3:] == ["prepare", "trace", "compile"]
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -131,6 +132,7 @@ def compile_graph(
         with_joint_passes(),
         handled_here("torch._inductor.codegen.cpp:" + _FUSES, _one_row_at_a_time),
         handled_here("torch._inductor.codegen.cpp:" + _TILES, _in_one_direction),
+        handled_here("torch._inductor.codegen.cpp:stride_at_vec_range", _stride_at),
         handled_here("torch._inductor.ir:FallbackKernel.process_kernel", _called_as_real),
     ):
         places = () if config.triton.cudagraphs else get_input_idxs_to_check(example_inputs, ())
@@ -194,6 +196,20 @@ def _in_one_direction(
     rows, reduced = max(sizes, key=lambda one: len(one[1]))
     is_even = all(rows[i] % factor == 0 for i in indices if i < len(rows))
     return indices[-1:] if reduced and not is_even else indices
+
+
+def _stride_at(stride_at: Callable[..., Any], index: Any, var: Any, *length: Any) -> Any:
+    """By how much `index` grows with `var`, inside a vector of the given `length`.
+
+    Inductor's C++ backend asks this for each variable of each index, and has sympy simplify the index first,
+    which takes some 15 ms. Only floor divisions, remainders and the like can become simpler there. If an
+    index contains no such function and is linear in `var`, the answer is its derivative.
+    """
+    if isinstance(index, sympy.Expr) and var.is_Symbol and not index.has(sympy.core.function.Application):
+        stride = index.diff(var)
+        if var not in stride.free_symbols:
+            return stride
+    return stride_at(index, var, *length)
 
 
 def _called_as_real(process: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -271,6 +271,7 @@ class Lowerer:
         return last.guard.why_not(flat)
 
     def _compile(self, args: Sequence[Any], border: SubclassBorder | None) -> Lowered:
+        self._fn.backend.prepare()  # again: the program may have begun to use a GPU inside the context
         with self._fn.log.stage("trace"):
             recorded = functools.partial(self._fn.through, around=self._recorded)
             run_flat = recorded if border is None else border.flattened(recorded)
