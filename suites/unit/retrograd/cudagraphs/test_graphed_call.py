@@ -39,8 +39,8 @@ def double(inputs):
 def call_of(fn, recorder, memory=None, **values):
     told = []
     tell = functools.cache(told.append)
-    kept = {place: place for place in values.pop("kept", ())}
-    return GraphedCall(fn, recorder.program, CPU, Values(kept, memory=memory, **values), tell), told
+    kept, kin = {place: place for place in values.pop("kept", ())}, values.pop("kin", None)
+    return GraphedCall(fn, recorder.program, CPU, Values(kept, memory=memory, **values), tell, kin), told
 
 
 def warmed(call, *inputs):
@@ -1017,14 +1017,14 @@ def test_a_result_that_somebody_holds_in_some_backwards_is_not_overwritten(holds
 # one pool for several functions
 
 
-def pieces(recorder, count):
+def pieces(recorder, count, **kin):
     """So many forwards, each of which works on what the one before it gives, and their backwards, to which
     what is saved is donated."""
     made = []
     for _ in range(count):
-        memory = SharedMemory()
-        forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, memory, kept=[1], copyable=64)
-        backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, memory, copyable=64, results={0: 1})
+        given = {"memory": SharedMemory(), "copyable": 64, **kin}
+        forward, told = call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, kept=[1], **given)
+        backward, _ = call_of(lambda i: [i[0] * i[1]], recorder, results={0: 1}, **given)
         made.append((forward, backward, told))
     return made
 
@@ -1390,7 +1390,9 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
         monkeypatch.setattr(program, "PATIENCE", 1000)
     draw, recorder = random.Random(seed), Recorder()
     batches = [torch.full((8,), float(i)) for i in range(3)]
-    made = pieces(recorder, 3)
+    kin = "sizes" if seed % 4 > 1 else None
+    made = pieces(recorder, 3, kin=kin)
+    before = [call_of(lambda i: [i[0] + 0], recorder, SharedMemory(), copyable=64, kin=kin) for _ in "123"]
     alone, _ = call_of(lambda i: [i[0] * 3], recorder, copyable=64)
     waiting, held = [], []
     schedule = [draw.randrange(8) for _ in range(draw.choice([3, 7, 13]))]
@@ -1400,7 +1402,11 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
         x.fill_(draw.randrange(50))
         if what < 3:
             forward, backward, _ = made[what]
-            out, saved = forward([x])
+            given = draw.choice(before)[0]([x])[0] if draw.random() < 0.7 else x
+            out, saved = forward([given])
+            if given is not x and draw.random() < 0.2:
+                held.append((given.view(2, 4), x.clone().view(2, 4)))
+            del given
             waiting.append((backward, saved, out, x + 1, x * 2))
             assert torch.equal(saved, x + 1)
             del out, saved

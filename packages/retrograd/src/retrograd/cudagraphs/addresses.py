@@ -55,7 +55,7 @@ class AddressHistory:
         return bool(settled)
 
     def alternate(self, places: set[int], sizes: Sequence[int]) -> None:
-        """Copy the inputs at `places` for good, if they are small: several recordings produce them in turn."""
+        """Copy the inputs at `places` for good, if they are small: recordings produce them in turn."""
         self._copy(places, sizes)
         self._settled |= places
 

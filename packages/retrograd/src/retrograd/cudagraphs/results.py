@@ -11,7 +11,7 @@ recording on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
