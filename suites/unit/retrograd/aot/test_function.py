@@ -275,6 +275,29 @@ def test_inside_a_transform_of_functorch() -> None:
     assert captures() == 0
 
 
+@quiet
+@pytest.mark.parametrize("remove", ["mutations", "mutations_and_views"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda t: (t * w[0, :3]).sin(),
+        lambda t: t.view(3, 1).add_(1).sin(),
+        torch.vmap(lambda t: t * 2),
+        torch.func.grad(lambda t: t.exp().sum()),
+    ],
+    ids=["closure", "in place on a view", "vmap", "grad"],
+)
+def test_functionalize_runs_eagerly(inner: Callable[[Tensor], Tensor], remove: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.func.functionalize(inner, remove=remove)(x * 1) * 2
+
+    call, x = compiled(fn, strict=False), leaf(3)
+    for _ in range(2):
+        same(fn, call, x)
+        assert torch.equal(*(torch.autograd.grad(one(x).sum(), x)[0] for one in (fn, call)))
+    assert captures() == 0
+
+
 def test_inside_another_capture_it_is_the_function_itself() -> None:
     inner = compiled(lambda x: x.sin())
     outer = compiled(lambda x: inner(x) * 2)

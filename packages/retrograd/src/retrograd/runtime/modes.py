@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 #: Device type and dtype of each enabled autocast.
 Autocast = tuple[tuple[str, torch.dtype], ...]
+KernelChoices = tuple[Any, ...]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 #: Modules whose saved-tensor hooks (torch's and ours) return every value unchanged.
@@ -53,6 +54,7 @@ class ThreadModes(NamedTuple):
         autocast_caches: whether autocast caches casts of parameters.
         deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
         dtype, device: the defaults for new tensors.
+        kernels: the state of `_KERNEL_CHOICES`; None, to restore nothing.
     """
 
     grad: bool
@@ -61,6 +63,7 @@ class ThreadModes(NamedTuple):
     deterministic: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kernels: KernelChoices | None = None
 
     @staticmethod
     def now() -> ThreadModes:
@@ -72,8 +75,8 @@ class ThreadModes(NamedTuple):
             autocast,
             torch.is_autocast_cache_enabled() if autocast else True,
             2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
-            torch.get_default_dtype(),
-            _default_device(),
+            *default_dtype_and_device(),
+            kernel_choices(),
         )
 
     @staticmethod
@@ -86,11 +89,15 @@ class ThreadModes(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, these modes are active, except `deterministic`. The default dtype is process-wide, so we
-        set it only if it has changed since."""
+        """Inside, these modes are active, except `deterministic`. The default dtype and the choices of
+        kernels are process-wide, so we set them only if they have changed since."""
         with ExitStack() as modes:
             if torch.get_default_dtype() is not self.dtype:
-                modes.enter_context(_default_dtype(self.dtype))
+                modes.enter_context(
+                    _process_wide(torch.get_default_dtype, torch.set_default_dtype, self.dtype)
+                )
+            if self.kernels not in (None, kernel_choices()):
+                modes.enter_context(_process_wide(kernel_choices, _choose_kernels, self.kernels))
             if _default_device() != self.device:
                 modes.enter_context(torch.device(self.device))
             modes.enter_context(torch.set_grad_enabled(self.grad))
@@ -109,26 +116,64 @@ class ThreadModes(NamedTuple):
         return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
 
 
-#: Held while the default dtype is switched, so that no thread restores another thread's temporary value.
-_another_dtype = ForkSafeLock()
+#: Held while a process-wide mode is switched, so that no thread restores another thread's temporary value.
+_another_mode = ForkSafeLock()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    with _another_dtype:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
+def _process_wide(get: Callable[[], T], set_to: Callable[[T], object], value: T) -> Iterator[None]:
+    with _another_mode:
+        before = get()
+        set_to(value)
         try:
             yield
         finally:
-            torch.set_default_dtype(before)
+            set_to(before)
+
+
+#: How to read and set what decides which kernels an operator consists of: attention, recurrent layers, norms.
+#: A trace contains the chosen kernels, and Dynamo guards none of this.
+_KERNEL_CHOICES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction,
+    ),
+    (lambda: tuple(torch._C._get_sdp_priority_order()), torch._C._set_sdp_priority_order),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+)
+
+
+def kernel_choices() -> KernelChoices:
+    """The process's current choices between kernels."""
+    return tuple([get() for get, _ in _KERNEL_CHOICES])
+
+
+def _choose_kernels(choices: KernelChoices) -> None:
+    for (_, set_to), choice in zip(_KERNEL_CHOICES, choices, strict=True):
+        set_to(choice)
+
+
+def default_dtype_and_device() -> tuple[torch.dtype, str]:
+    """What new tensors get where the program names nothing else."""
+    return torch.get_default_dtype(), _default_device()
 
 
 def _default_device() -> str:
     return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
 
 
-_NAMES = {"grad": "grad mode", "deterministic": "deterministic algorithms", "dtype": "default dtype"}
+_NAMES = {
+    "kernels": "choice of kernels",
+    "grad": "grad mode",
+    "deterministic": "deterministic algorithms",
+    "dtype": "default dtype",
+}
 _LEVELS = ("off", "warn only", "on")
 
 

@@ -43,6 +43,7 @@ from retrograd.runtime.modes import (
     Autocast,
     ThreadModes,
     autocast_off,
+    default_dtype_and_device,
     generator_states,
     restore_generator_states,
     without_modes,
@@ -160,7 +161,7 @@ class RegionCode:
         """Gradients for the region's destinations."""
         inside = ctx.meeting.arrived() if ctx.meeting else {}
         is_traced = torch.is_anomaly_enabled() and not self._draws_otherwise
-        by_nodes = inside or torch.is_grad_enabled() or is_traced
+        by_nodes = inside or torch.is_grad_enabled() or is_traced or self._has_other_defaults(ctx)
         last = self._last
         wanted = requested(ctx)
         is_usual = wanted is None and not by_nodes
@@ -261,6 +262,13 @@ class RegionCode:
         return not (
             call is None or self._draws_otherwise or why_not_rerun(joint, self.number, call) is not None
         )
+
+    def _has_other_defaults(self, ctx: Any) -> bool:
+        """Whether Functions would now make tensors of another dtype, or elsewhere, than in the trace."""
+        if not self._has_functions:
+            return False
+        traced, now = self._partition.joint.state.thread_modes, default_dtype_and_device()
+        return (traced.dtype, traced.device) != now and self.can_be_rerun(ctx)
 
     def _is_barred(self) -> bool:
         """Whether the region has reentrant checkpoints that the running backward must not enter."""
