@@ -280,16 +280,17 @@ def test_inside_a_transform_of_functorch() -> None:
 @pytest.mark.parametrize(
     "inner",
     [
-        lambda t: (t * w[0, :3]).sin(),
-        lambda t: t.view(3, 1).add_(1).sin(),
-        torch.vmap(lambda t: t * 2),
-        torch.func.grad(lambda t: t.exp().sum()),
+        lambda t, x: x.sin(),
+        lambda t, x: (t * x).sin(),
+        lambda t, x: t.view(3, 1).add_(1).sin(),
+        lambda t, x: torch.vmap(lambda row: row * x.exp())(t),
+        lambda t, x: torch.func.grad(lambda t: (x * t.exp()).sum())(t),
     ],
-    ids=["closure", "in place on a view", "vmap", "grad"],
+    ids=["of a closure", "of both", "in place on a view", "vmap", "grad"],
 )
-def test_functionalize_runs_eagerly(inner: Callable[[Tensor], Tensor], remove: str) -> None:
+def test_functionalize_runs_eagerly(inner: Callable[[Tensor, Tensor], Tensor], remove: str) -> None:
     def fn(x: Tensor) -> Tensor:
-        return torch.func.functionalize(inner, remove=remove)(x * 1) * 2
+        return torch.func.functionalize(lambda t: inner(t, x), remove=remove)(x * 1) * 2
 
     call, x = compiled(fn, strict=False), leaf(3)
     for _ in range(2):

@@ -406,11 +406,9 @@ def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Call
 
 
 def _is_functionalizing() -> bool:
-    """Whether ``torch.func.functionalize`` is the innermost transform."""
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is None:
-        return False
-    return functorch.peek_interpreter_stack().key() is functorch.TransformType.Functionalize
+    """Whether a call is made inside ``torch.func.functionalize``."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in levels)
 
 
 def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
