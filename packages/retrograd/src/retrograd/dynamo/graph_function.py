@@ -35,7 +35,8 @@ from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
 from retrograd.process import restored_on_error
 from retrograd.report import Report, reason_of
-from retrograd.runtime.modes import kernel_choices, torch_functions_off
+from retrograd.runtime.kernels import kernel_choices
+from retrograd.runtime.modes import torch_functions_off
 from retrograd.runtime.tensor import common_base, groups_sharing_memory, is_foreign
 from retrograd.specialize.callable import Specialized, Variant
 from retrograd.specialize.guard import MemoryGuard

@@ -31,6 +31,7 @@ from retrograd import process
 from retrograd.facts.patches import hidden_from_dynamo
 from retrograd.graph.fx import real_tensors
 from retrograd.process import ForkSafeLock, restore_after_errors, restore_saved
+from retrograd.runtime.kernels import KernelChoices, choose_kernels, kernel_choices
 from retrograd.runtime.streams import user_code_in_order
 
 P = ParamSpec("P")
@@ -38,7 +39,6 @@ T = TypeVar("T")
 
 #: Device type and dtype of each enabled autocast.
 Autocast = tuple[tuple[str, torch.dtype], ...]
-KernelChoices = tuple[Any, ...]
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 #: Modules whose saved-tensor hooks (torch's and ours) return every value unchanged.
@@ -54,7 +54,7 @@ class ThreadModes(NamedTuple):
         autocast_caches: whether autocast caches casts of parameters.
         deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
         dtype, device: the defaults for new tensors.
-        kernels: the state of `_KERNEL_CHOICES`; None, to restore nothing.
+        kernels: the process-wide choices between kernels; None, to restore nothing.
     """
 
     grad: bool
@@ -75,7 +75,8 @@ class ThreadModes(NamedTuple):
             autocast,
             torch.is_autocast_cache_enabled() if autocast else True,
             2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
-            *default_dtype_and_device(),
+            torch.get_default_dtype(),
+            _default_device(),
             kernel_choices(),
         )
 
@@ -97,7 +98,7 @@ class ThreadModes(NamedTuple):
                     _process_wide(torch.get_default_dtype, torch.set_default_dtype, self.dtype)
                 )
             if self.kernels not in (None, kernel_choices()):
-                modes.enter_context(_process_wide(kernel_choices, _choose_kernels, self.kernels))
+                modes.enter_context(_process_wide(kernel_choices, choose_kernels, self.kernels))
             if _default_device() != self.device:
                 modes.enter_context(torch.device(self.device))
             modes.enter_context(torch.set_grad_enabled(self.grad))
@@ -107,6 +108,10 @@ class ThreadModes(NamedTuple):
             for device, dtype in self.autocast:
                 modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_caches))
             yield
+
+    def has_same_defaults(self) -> bool:
+        """Whether new tensors have the dtype and device now that they have under these modes."""
+        return self.dtype is torch.get_default_dtype() and self.device == _default_device()
 
     def difference(self, now: ThreadModes) -> str:
         """The first mode that differs in `now`, with both values."""
@@ -129,39 +134,6 @@ def _process_wide(get: Callable[[], T], set_to: Callable[[T], object], value: T)
             yield
         finally:
             set_to(before)
-
-
-#: How to read and set what decides which kernels an operator consists of: attention, recurrent layers, norms.
-#: A trace contains the chosen kernels, and Dynamo guards none of this.
-_KERNEL_CHOICES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    (
-        torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-        torch._C._set_math_sdp_allow_fp16_bf16_reduction,
-    ),
-    (lambda: tuple(torch._C._get_sdp_priority_order()), torch._C._set_sdp_priority_order),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-)
-
-
-def kernel_choices() -> KernelChoices:
-    """The process's current choices between kernels."""
-    return tuple([get() for get, _ in _KERNEL_CHOICES])
-
-
-def _choose_kernels(choices: KernelChoices) -> None:
-    for (_, set_to), choice in zip(_KERNEL_CHOICES, choices, strict=True):
-        set_to(choice)
-
-
-def default_dtype_and_device() -> tuple[torch.dtype, str]:
-    """What new tensors get where the program names nothing else."""
-    return torch.get_default_dtype(), _default_device()
 
 
 def _default_device() -> str:

@@ -43,7 +43,6 @@ from retrograd.runtime.modes import (
     Autocast,
     ThreadModes,
     autocast_off,
-    default_dtype_and_device,
     generator_states,
     restore_generator_states,
     without_modes,
@@ -160,10 +159,9 @@ class RegionCode:
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the region's destinations."""
         inside = ctx.meeting.arrived() if ctx.meeting else {}
-        is_traced = torch.is_anomaly_enabled() and not self._draws_otherwise
-        by_nodes = inside or torch.is_grad_enabled() or is_traced or self._has_other_defaults(ctx)
-        last = self._last
-        wanted = requested(ctx)
+        modes, last, wanted = self._partition.joint.state.thread_modes, self._last, requested(ctx)
+        is_other = torch.is_anomaly_enabled() or (self._has_functions and not modes.has_same_defaults())
+        by_nodes = inside or torch.is_grad_enabled() or (is_other and not self._draws_otherwise)
         is_usual = wanted is None and not by_nodes
         if is_usual and last is not None and last.guard is not None and last.guard.check(cotangents):
             return self._once_more(last, ctx, cotangents)
@@ -262,13 +260,6 @@ class RegionCode:
         return not (
             call is None or self._draws_otherwise or why_not_rerun(joint, self.number, call) is not None
         )
-
-    def _has_other_defaults(self, ctx: Any) -> bool:
-        """Whether Functions would now make tensors of another dtype, or elsewhere, than in the trace."""
-        if not self._has_functions:
-            return False
-        traced, now = self._partition.joint.state.thread_modes, default_dtype_and_device()
-        return (traced.dtype, traced.device) != now and self.can_be_rerun(ctx)
 
     def _is_barred(self) -> bool:
         """Whether the region has reentrant checkpoints that the running backward must not enter."""
