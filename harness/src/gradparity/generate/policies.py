@@ -28,7 +28,7 @@ _ALL = (
     ),
     Policy("linear", "matrix products, convolutions, losses", {"linear": 4, "convolution": 2, "unary": 2, "norm": 1, "view": 1}),
     Policy("solve", "linear algebra", {"solve": 4, "linear": 1, "unary": 1}, length=(1, 3), sizes={3: 5, 2: 4, 4: 3, 1: 1}, turns=1),
-    Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3), turns=1),
+    Policy("attention", "attention in every spelling", {"attention": 5, "linear": 1, "unary": 1, "view": 1}, length=(1, 3), called={"kernel": 0.3, "again": 0.4}, turns=1),
     Policy("views", "views of views, gapped and overlapping", {**VIEWS, "unary": 2, "binary": 2, "cast": 0.3}, length=(3, 9), called={"other": 0.5}),
     Policy(
         "indexing",

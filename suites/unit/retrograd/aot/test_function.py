@@ -275,6 +275,30 @@ def test_inside_a_transform_of_functorch() -> None:
     assert captures() == 0
 
 
+@quiet
+@pytest.mark.parametrize("remove", ["mutations", "mutations_and_views"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda t, x: x.sin(),
+        lambda t, x: (t * x).sin(),
+        lambda t, x: t.view(3, 1).add_(1).sin(),
+        lambda t, x: torch.vmap(lambda row: row * x.exp())(t),
+        lambda t, x: torch.func.grad(lambda t: (x * t.exp()).sum())(t),
+    ],
+    ids=["of a closure", "of both", "in place on a view", "vmap", "grad"],
+)
+def test_functionalize_runs_eagerly(inner: Callable[[Tensor, Tensor], Tensor], remove: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.func.functionalize(lambda t: inner(t, x), remove=remove)(x * 1) * 2
+
+    call, x = compiled(fn, strict=False), leaf(3)
+    for _ in range(2):
+        same(fn, call, x)
+        assert torch.equal(*(torch.autograd.grad(one(x).sum(), x)[0] for one in (fn, call)))
+    assert captures() == 0
+
+
 def test_inside_another_capture_it_is_the_function_itself() -> None:
     inner = compiled(lambda x: x.sin())
     outer = compiled(lambda x: inner(x) * 2)

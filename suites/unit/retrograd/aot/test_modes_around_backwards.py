@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,52 @@ def test_the_first_backward_is_seen_as_it_is(door, mode):
     torch._dynamo.reset()
     module = nn.Linear(8, 8)
     assert counted(DOORS[door](module), mode()) == counted(module, mode())
+
+
+class MakesTensors(torch.autograd.Function):
+    """Its backward makes tensors whose dtype and device are the defaults."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        factor = 3.0 if torch.empty(()).device.type == "meta" else 2.0
+        return grad * factor * torch.tensor([0.1], device="cpu")
+
+
+@contextmanager
+def in_double():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def on_meta():
+    return torch.device("meta")
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("around", [in_double, on_meta])
+@pytest.mark.parametrize("where", ["call", "backward", "both"])
+def test_a_function_makes_tensors_with_the_defaults_of_the_backward(door, around, where):
+    torch._dynamo.reset()
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def function(x):
+        return MakesTensors.apply(x).sin()
+
+    def grad(fn):
+        with around() if where != "backward" else nullcontext():
+            out = fn(x).sum()
+        with around() if where != "call" else nullcontext():
+            return torch.autograd.grad(out, x)[0]
+
+    compiled = DOORS[door](function)
+    for _ in range(2):
+        assert torch.equal(grad(compiled), grad(function))
+    if where != "backward":  # another default at the call makes no difference to the next call
+        assert torch.equal(*(torch.autograd.grad(fn(x).sum(), x)[0] for fn in (compiled, function)))

@@ -33,6 +33,10 @@ MODES: dict[str, tuple[str, ...]] = {
         "with torch.autograd.set_multithreading_enabled(False):",
     ),
     "grad": ("with torch.no_grad():", "with torch.set_grad_enabled(False):"),
+    "kernel": (
+        "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):",
+        "with torch.backends.mkldnn.flags(enabled=False):",
+    ),
 }
 """By kind, what may stand around the call only."""
 

@@ -1,4 +1,5 @@
-"""Reductions, scans, sorting, softmax and norms. `_weight_norm` of an empty tensor ends the process."""
+"""Reductions, scans, sorting, softmax and norms. `_weight_norm` of an empty tensor ends the process, and so
+does one whose second tensor is too short: hence the `reshape`."""
 
 SUM = """
 {x}.sum()
@@ -79,7 +80,7 @@ F.batch_norm({x:2d+}, torch.zeros({x}.shape[1]), torch.ones({x}.shape[1]), {y:sh
 F.batch_norm({x:2d+}, torch.zeros({x}.shape[1]), torch.ones({x}.shape[1]), training=False)
 F.instance_norm({x:3d+}, eps=0.1)
 F.local_response_norm({x:3d+}, 2)
-torch._weight_norm({x:2d+ filled}, {y:shape (x.shape[0],) + (1,) * (x.ndim - 1)}, 0)
+torch._weight_norm({x:2d+ filled}, {y:shape (x.shape[0],) + (1,) * (x.ndim - 1)}.reshape({x}.shape[0], *[1] * ({x}.ndim - 1)), 0)
 torch.native_layer_norm({x:1d+}, ({x}.shape[-1],), None, None, 1e-5)[0]
 torch.native_group_norm({x:3d}, None, None, {x}.shape[0], {x}.shape[1], {x}.shape[2], 1, 0.1)[0]
 """

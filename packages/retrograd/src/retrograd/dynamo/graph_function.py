@@ -35,6 +35,7 @@ from retrograd.graph.joint import PrimalKind
 from retrograd.graph.joint_graph import AliasGroup, CaptureState, MemberView
 from retrograd.process import restored_on_error
 from retrograd.report import Report, reason_of
+from retrograd.runtime.kernels import kernel_choices
 from retrograd.runtime.modes import torch_functions_off
 from retrograd.runtime.tensor import common_base, groups_sharing_memory, is_foreign
 from retrograd.specialize.callable import Specialized, Variant
@@ -84,7 +85,7 @@ class GraphFunction:
         matter = code.partition.joint.offsets_matter
         self._offsets = [(i, value.storage_offset()) for i, value in tensors] if matter else []
         self._specialized = Specialized("a graph of Dynamo's", "dynamo", config, report, self._recompiled)
-        self._specialized.add(self._leafness(given), Variant(None, code))
+        self._specialized.add(self._key(given), Variant(None, code))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph's code on real inputs."""
@@ -99,24 +100,27 @@ class GraphFunction:
         if any(args[i].storage_offset() != offset for i, offset in self._offsets):
             return self._specialized.run_eagerly(_OFFSETS, eagerly)
         leaves = [*self._module.current(), *args]
-        outputs = self._specialized(self._leafness(args), leaves, eagerly)
+        outputs = self._specialized(self._key(args), leaves, eagerly)
         if self._grad_mode is not None:
             torch.set_grad_enabled(self._grad_mode)
         return outputs
 
-    def _leafness(self, args: Sequence[Any]) -> tuple[bool, ...]:
-        """Which inputs are leaves. Eager's order depends on it, and Dynamo does not guard it."""
-        return tuple([args[i].is_leaf for i in self._inner])
+    def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """What the code depends on and Dynamo does not guard: which inputs are leaves, as eager's order
+        depends on it; and the choice of kernels."""
+        return tuple([args[i].is_leaf for i in self._inner]), kernel_choices()
 
     def _recompiled(self, key: Any, leaves: Sequence[Any], known: Sequence[Variant]) -> Variant:
-        """Compile the graph for another choice of leaves among its inputs."""
+        """Compile the graph for another choice of leaves among its inputs, or of kernels."""
         described = list(self._state.leaves)
         for i in self._inner:
             place = self._offset + i
             described[place] = replace(described[place], is_leaf=leaves[place].is_leaf)
         try:
             with traced_in(self._mode):
-                return Variant(None, self._compiled(replace(self._state, leaves=tuple(described))))
+                modes = self._state.thread_modes._replace(kernels=kernel_choices())
+                state = replace(self._state, leaves=tuple(described), thread_modes=modes)
+                return Variant(None, self._compiled(state))
         except Exception as error:
             if self._config.strict:
                 raise

@@ -234,14 +234,17 @@ def _by_edge(node: Any, results: Sequence[Any]) -> list[torch.Tensor | None]:
             f"function {node.name()} returned an incorrect number of gradients (expected {len(wanted)}, "
             f"got {len(results)})",
         )
-    values = iter([result for result, want in zip(results, wanted, strict=False) if want])
-    grads = [None if below is None else next(values) for below, _ in node.next_functions]
-    for grad in grads:
-        if grad is not None and not isinstance(grad, torch.Tensor):
+    for result in results:
+        if result is not None and not isinstance(result, torch.Tensor):
             raise Refusal(
-                "node-refused", f"function {node.name()} returned {type(grad).__name__}, not a tensor"
+                "node-refused", f"function {node.name()} returned {type(result).__name__}, not a tensor"
             )
-    return grads
+    undefined = sum(result is None for result, want in zip(results, wanted, strict=False) if not want)
+    if undefined < len(wanted) - len(node.next_functions):
+        text = f"function {node.name()} returned a gradient for an argument that is not a tensor"
+        raise Refusal("node-refused", text)
+    values = iter([result for result, want in zip(results, wanted, strict=False) if want])
+    return [None if below is None else next(values) for below, _ in node.next_functions]
 
 
 class _Sample(torch.autograd.Function):

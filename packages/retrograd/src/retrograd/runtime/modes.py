@@ -31,6 +31,7 @@ from retrograd import process
 from retrograd.facts.patches import hidden_from_dynamo
 from retrograd.graph.fx import real_tensors
 from retrograd.process import ForkSafeLock, restore_after_errors, restore_saved
+from retrograd.runtime.kernels import KernelChoices, choose_kernels, kernel_choices
 from retrograd.runtime.streams import user_code_in_order
 
 P = ParamSpec("P")
@@ -53,6 +54,7 @@ class ThreadModes(NamedTuple):
         autocast_caches: whether autocast caches casts of parameters.
         deterministic: whether operations without a deterministic form raise (2), warn (1), or neither (0).
         dtype, device: the defaults for new tensors.
+        kernels: the process-wide choices between kernels; None, to restore nothing.
     """
 
     grad: bool
@@ -61,6 +63,7 @@ class ThreadModes(NamedTuple):
     deterministic: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kernels: KernelChoices | None = None
 
     @staticmethod
     def now() -> ThreadModes:
@@ -74,6 +77,7 @@ class ThreadModes(NamedTuple):
             2 - torch._C._get_deterministic_algorithms_warn_only() if deterministic else 0,
             torch.get_default_dtype(),
             _default_device(),
+            kernel_choices(),
         )
 
     @staticmethod
@@ -86,11 +90,15 @@ class ThreadModes(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, these modes are active, except `deterministic`. The default dtype is process-wide, so we
-        set it only if it has changed since."""
+        """Inside, these modes are active, except `deterministic`. The default dtype and the choices of
+        kernels are process-wide, so we set them only if they have changed since."""
         with ExitStack() as modes:
             if torch.get_default_dtype() is not self.dtype:
-                modes.enter_context(_default_dtype(self.dtype))
+                modes.enter_context(
+                    _process_wide(torch.get_default_dtype, torch.set_default_dtype, self.dtype)
+                )
+            if self.kernels not in (None, kernel_choices()):
+                modes.enter_context(_process_wide(kernel_choices, choose_kernels, self.kernels))
             if _default_device() != self.device:
                 modes.enter_context(torch.device(self.device))
             modes.enter_context(torch.set_grad_enabled(self.grad))
@@ -101,6 +109,10 @@ class ThreadModes(NamedTuple):
                 modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=self.autocast_caches))
             yield
 
+    def has_same_defaults(self) -> bool:
+        """Whether new tensors have the dtype and device now that they have under these modes."""
+        return self.dtype is torch.get_default_dtype() and self.device == _default_device()
+
     def difference(self, now: ThreadModes) -> str:
         """The first mode that differs in `now`, with both values."""
         name, old, new = next(
@@ -109,26 +121,31 @@ class ThreadModes(NamedTuple):
         return f"{_NAMES.get(name, name)} was {_readable(old)}, now {_readable(new)}"
 
 
-#: Held while the default dtype is switched, so that no thread restores another thread's temporary value.
-_another_dtype = ForkSafeLock()
+#: Held while a process-wide mode is switched, so that no thread restores another thread's temporary value.
+_another_mode = ForkSafeLock()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    with _another_dtype:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
+def _process_wide(get: Callable[[], T], set_to: Callable[[T], object], value: T) -> Iterator[None]:
+    with _another_mode:
+        before = get()
+        set_to(value)
         try:
             yield
         finally:
-            torch.set_default_dtype(before)
+            set_to(before)
 
 
 def _default_device() -> str:
     return str(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"
 
 
-_NAMES = {"grad": "grad mode", "deterministic": "deterministic algorithms", "dtype": "default dtype"}
+_NAMES = {
+    "kernels": "choice of kernels",
+    "grad": "grad mode",
+    "deterministic": "deterministic algorithms",
+    "dtype": "default dtype",
+}
 _LEVELS = ("off", "warn only", "on")
 
 

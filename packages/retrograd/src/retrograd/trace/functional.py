@@ -323,6 +323,8 @@ class ClosureTensors(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         self.reads_offsets |= name == "storage_offset" or _is_given_offset(name, args, kwargs or {})
+        if _is_functionalizing():
+            raise not_representable("it calls torch.func.functionalize, which takes a trace's tensors apart")
         if name in _HOOKS:
             raise Refusal("hook-in-trace", f"it calls Tensor.{func.__name__}")
         if name in functions("casts_inside") and torch._C._is_any_autocast_enabled():
@@ -401,6 +403,12 @@ def _outside_of_transforms(lift: Callable[[torch.Tensor], torch.Tensor]) -> Call
             return lift(tensor)
 
     return lift_outside
+
+
+def _is_functionalizing() -> bool:
+    """Whether a call is made inside ``torch.func.functionalize``."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Functionalize for level in levels)
 
 
 def _is_given_offset(name: str, args: Any, kwargs: dict[str, Any]) -> bool:

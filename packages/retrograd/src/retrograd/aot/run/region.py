@@ -159,10 +159,9 @@ class RegionCode:
     def __call__(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients for the region's destinations."""
         inside = ctx.meeting.arrived() if ctx.meeting else {}
-        is_traced = torch.is_anomaly_enabled() and not self._draws_otherwise
-        by_nodes = inside or torch.is_grad_enabled() or is_traced
-        last = self._last
-        wanted = requested(ctx)
+        modes, last, wanted = self._partition.joint.state.thread_modes, self._last, requested(ctx)
+        is_other = torch.is_anomaly_enabled() or (self._has_functions and not modes.has_same_defaults())
+        by_nodes = inside or torch.is_grad_enabled() or (is_other and not self._draws_otherwise)
         is_usual = wanted is None and not by_nodes
         if is_usual and last is not None and last.guard is not None and last.guard.check(cotangents):
             return self._once_more(last, ctx, cotangents)

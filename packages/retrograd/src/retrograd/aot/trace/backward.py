@@ -265,7 +265,8 @@ def differentiate(
     def noting(node: LiveNode) -> AbstractContextManager[None]:
         return tracer.noting(seq_nr=node.sequence, autograd_node=node.name)
 
-    modes = ThreadModes(grad=False, autocast=options.autocast)
+    called = inputs.state.thread_modes
+    modes = ThreadModes(False, options.autocast, dtype=called.dtype, device=called.device)
     recomputed = {node.meta.get("seq_nr") for node in tracer.graph.nodes if "ac_graph_id" in node.meta}
     for number, region in enumerate(structure.regions):
         with modes.restored(), tracer.noting(is_backward=True, region=number):
