@@ -170,3 +170,21 @@ def test_a_deep_copy_of_a_compiled_module_has_parameters_of_its_own(copied):
     assert torch.equal(other(x), fast(x))
     nn.init.zeros_(other.weight)
     assert not torch.equal(other(x), fast(x))
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_lazy_modules_are_initialised_in_eager(is_module):
+    x = torch.ones(3, 5)
+
+    def ensemble(prepare):
+        torch.manual_seed(0)
+        found = []
+        for _ in range(3):
+            member = nn.Sequential(nn.Dropout(), nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+            run = prepare(member if is_module else lambda x, member=member: member(x * 2))
+            found += [run(x), run(x), *[parameter.detach() for parameter in member.parameters()]]
+        return [*found, torch.rand(1)]
+
+    found = ensemble(lambda member: retrograd.compile(member, backend="eager"))
+    assert all(map(torch.equal, found, ensemble(lambda member: member)))
+    assert not retrograd.explain().fallbacks

@@ -71,18 +71,19 @@ _ASKED_FOR = (FailOnRecompileLimitHit, RecompileError, Unsupported, ConstraintVi
 class _Callback:
     """Asks a watch about each frame before it calls Dynamo's own callback."""
 
-    def __init__(self, convert: Any, watch: LeftToPython, are_numbers_exact: bool) -> None:
+    def __init__(self, convert: Any, watch: LeftToPython, are_numbers_exact: bool, is_whole: bool) -> None:
         functools.update_wrapper(self, convert)
         # Dynamo's C code and its cache of compiled frames identify a callback by these attributes.
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
         self.hooks = convert.hooks
-        self._convert, self.watch, self._are_numbers_exact = convert, watch, are_numbers_exact
+        self._convert, self.watch = convert, watch
+        self._are_numbers_exact, self._is_whole = are_numbers_exact, is_whole
         self._failures: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self._lock = ForkSafeLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies, and for pickles of compiled modules."""
-        return type(self), (self._convert, self.watch, self._are_numbers_exact)
+        return type(self), (self._convert, self.watch, self._are_numbers_exact, self._is_whole)
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> ConvertFrameReturn:
         code = frame.f_code
@@ -90,9 +91,18 @@ class _Callback:
             return _left_to_python(with_callees=True)
         if self._failures.get(code, 0) >= TRIES:
             return _left_to_python()
+        lazy: list[object] = []
         try:
             exactly = _exact_numbers() if self._are_numbers_exact else nullcontext()
-            with self.watch.compiling(code), exactly, _warnings_are_no_errors(), _without_known_warnings():
+            # a function that must be one graph is compiled in its first call
+            in_eager = nullcontext() if self._is_whole else _lazy_modules_found(lazy)
+            with (
+                self.watch.compiling(code),
+                exactly,
+                _warnings_are_no_errors(),
+                _without_known_warnings(),
+                in_eager,
+            ):
                 result: ConvertFrameReturn = self._convert(frame, cache_entry, frame_state)
             guard_environment(result.guarded_code)
             if result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
@@ -101,10 +111,25 @@ class _Callback:
         except _ASKED_FOR:
             raise
         except Exception as error:
+            if lazy:
+                return _left_to_python(with_callees=True)  # the next call is compiled
             with self._lock:
                 self._failures[code] = self._failures.get(code, 0) + 1
             self.watch.failed(code, error)
             return _left_to_python()
+
+
+def _lazy_modules_found(found: list[object]) -> AbstractContextManager[None]:
+    """Inside, a trace ends where Dynamo would initialise a lazy module, which goes into `found`. After a
+    trace Dynamo sets the generators back, so the numbers of the initialisation would be drawn again."""
+
+    def initialize(original: Callable[..., None], tx: Any, mod: Any, *args: Any) -> None:
+        if hasattr(mod, "_initialize_hook"):
+            found.append(mod)
+            raise RuntimeError("a lazy module is initialised in eager")
+        original(tx, mod, *args)
+
+    return handled_here("torch._dynamo.variables.nn_module:initialize_lazy_module", initialize)
 
 
 @contextmanager
@@ -200,7 +225,7 @@ def compiled_frames(
     if not hasattr(context, "callback"):  # if TORCHDYNAMO_DISABLE=1
         watch.switched_off()
         return fn
-    context.callback = _Callback(context.callback, watch, are_numbers_exact)
+    context.callback = _Callback(context.callback, watch, are_numbers_exact, fullgraph)
     compiled: Callable[..., Any] = context(fn)
     return compiled
 
