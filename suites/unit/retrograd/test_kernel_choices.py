@@ -59,6 +59,25 @@ def test_attention_runs_the_kernel_of_each_call(door: Any, around: tuple[Around,
         assert torch.equal(*(torch.autograd.grad(out.square().sum(), q)[0] for out in (got, want)))
 
 
+def in_part_by_math(q: Tensor) -> Tensor:
+    with math_kernel():
+        out = attention(q)
+    return out + attention(q)
+
+
+@pytest.mark.parametrize("door", [by_dynamo, staged, step])
+def test_a_choice_inside_a_function_ends_with_its_block(door: Any) -> None:
+    torch._dynamo.reset()
+    call, q, before = door(in_part_by_math), torch.ones(2, 1, 5, 8), ThreadModes.now()
+    for block in (math_kernel, nullcontext, without_mkldnn) * 2:
+        with block():
+            inside = ThreadModes.now()
+            got = call(q)
+            assert ThreadModes.now() == inside
+            assert torch.equal(got, in_part_by_math(q))
+    assert ThreadModes.now() == before
+
+
 @pytest.mark.parametrize("door", [by_dynamo, staged])
 def test_a_second_derivative_uses_the_kernel_of_the_call(door: Any) -> None:
     q = torch.randn(1, 2, 5, 8, requires_grad=True)

@@ -142,7 +142,7 @@ class ConfiguredBackend:
             raise SkipFrame("forward mode")  # under ``torch.compile``, Python runs the code from now on
         try:
             inputs = graph_inputs(gm, example_inputs)
-            guard_what_dynamo_does_not(inputs, module_hooks=not config.stock_dynamo)
+            guard_what_dynamo_does_not(gm, inputs, module_hooks=not config.stock_dynamo)
             if (kernels := kernels_of_small_piece(gm, [item.value for item in inputs])) is not None:
                 report.compiled(GraphReport("a piece that runs as it is", kernels, 0, 0, 0, why_ended(gm)))
                 return partial(as_it_is, gm)

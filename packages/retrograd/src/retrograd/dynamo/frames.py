@@ -12,7 +12,9 @@ We add guards to those that Dynamo is about to install, or has installed for cod
 - an environment variable that the program looked up in vain: Dynamo does not guard a missing key;
 - the metadata of a gradient that an optimizer reads: Dynamo guards only whether there is one;
 - the level of forward-mode differentiation: frames inside it are left to Python;
-- module hooks that are set later, see `eager_breaks`.
+- module hooks that are set later, see `eager_breaks`;
+- the choice of kernels, if the graph changes it: at the end of an ``sdpa_kernel`` block the graph restores
+  the choice that Dynamo traced with.
 
 In: the graph and example inputs that Dynamo calls a backend with. Out: `GraphInput` values with the fake
 tensors that Dynamo traced with, so that we fake no tensor again; and guards, which Dynamo installs with its
@@ -57,6 +59,7 @@ from retrograd.facts.patches import handled_here
 from retrograd.facts.releases import frame_limits
 from retrograd.process import ForkSafeLock
 from retrograd.report import Report
+from retrograd.runtime.kernels import kernel_choices
 from retrograd.trace import hint_of, is_fake
 
 #: How often the conversion of one code object may fail. A first failure may be an accident, such as another
@@ -241,10 +244,11 @@ _TENSOR_MATCH = GuardBuilder.TENSOR_MATCH
 _BY_VALUE = ("EQUALS_MATCH", "CONSTANT_MATCH")
 
 
-def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool) -> None:
+def guard_what_dynamo_does_not(gm: fx.GraphModule, inputs: Sequence[GraphInput], module_hooks: bool) -> None:
     """Add our guards to Dynamo's. Does nothing outside of a compilation.
 
     Args:
+        gm: the graph.
         inputs: of the graph.
         module_hooks: whether to guard module hooks.
     """
@@ -262,8 +266,15 @@ def guard_what_dynamo_does_not(inputs: Sequence[GraphInput], module_hooks: bool)
             guards.add(Guard(guard.originating_source, _SIGN_OF_ZERO))
         elif guard.name.endswith(".environ"):
             guards.add(Guard(guard.originating_source, _ENVIRONMENT))
+    if gm.graph.find_nodes(op="call_function", target=torch.nn.attention._sdpa_kernel):
+        guards.add(Guard(GlobalStateSource(), _guard_kernels))
     if module_hooks:
         guard_module_hooks(guards)
+
+
+def _guard_kernels(builder: Any, guard: Guard) -> None:
+    before, parts = kernel_choices(), ["the choice of kernels"]
+    builder.guard_manager.root.add_lambda_guard(lambda _: kernel_choices() == before, parts, guard.user_stack)
 
 
 def _keeps(what: Callable[[Any], Any], text: str, builder: Any, guard: Guard) -> None:
