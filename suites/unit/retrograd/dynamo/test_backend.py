@@ -730,3 +730,24 @@ def test_saved_tensor_hooks_around_a_call_see_what_eager_saves():
             else:
                 call(leaf(3))
     assert_same(packed["ours"], packed["eager"])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+def test_weights_are_cast_anew_after_an_error_under_autocast(backend):
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def raises(x):
+        with torch.autocast("cpu", torch.float16):
+            return torch.linalg.cholesky((x @ weight).float() - 9)
+
+    compiled = torch.compile(raises, backend="retrograd", options={"backend": backend})
+    with pytest.raises(torch.linalg.LinAlgError):
+        compiled(torch.ones(2, 2))
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append((torch.ones(2, 2) @ weight).sum().item())
+        with torch.no_grad():
+            weight += 1
+    assert found == [8, 16]
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16

@@ -40,5 +40,7 @@ def test_a_transform_in_which_the_capture_fails_is_left(name: str) -> None:
         found = torch.compile(run, backend="retrograd", options={"backend": "eager"})(t)
     torch.testing.assert_close(found, run(t), rtol=0, atol=0)
     assert torch._C._functorch.maybe_current_level() is None
+    assert torch.autocast_increment_nesting() == 1, "casts of weights would be kept for good"
+    torch.autocast_decrement_nesting()
     assert torch._C._is_fwd_grad_enabled()
     torch.testing.assert_close(torch.func.jvp(torch.sin, (t,), (t,))[1], t.cos() * t)

@@ -129,9 +129,9 @@ class GraphFunction:
     def _compiled(self, state: CaptureState) -> CompiledFunction:
         # Code that is compiled later cannot add guards, because Dynamo installs its guards now.
         lazy = state.fake_mode.shape_env is None or not state.fake_mode.shape_env.var_to_range
-        return run_stages(
-            state, self._config, self._report, lazy=lazy, ended_by=why_ended(self._gm), graph=self._gm
-        )
+        ended_by = why_ended(self._gm)
+        stages = functools.partial(run_stages, lazy=lazy, ended_by=ended_by, graph=self._gm)
+        return restored_on_error(stages, state, self._config, self._report)  # as in `as_it_is`
 
 
 def as_it_is(gm: fx.GraphModule, *args: Any) -> Any:

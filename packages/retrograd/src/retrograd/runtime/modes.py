@@ -235,12 +235,21 @@ def _switches() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         get_dynamic_layer_stack_depth(),
+        _autocast_settings(),
         _kept_modes(),
     )
 
 
+def _autocast_settings() -> tuple[Any, ...]:
+    """What a ``torch.autocast`` block sets besides the modes: how many blocks there are, each device's dtype,
+    and whether casts are cached. Casts of weights are kept until the outermost block ends."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth, torch.is_autocast_cache_enabled(), *map(torch.get_autocast_dtype, _KEPT_DEVICES)
+
+
 def _switch_back(before: tuple[Any, ...]) -> None:
-    functions, multithreading, dispatching, taking_over, levels, kept = before
+    functions, multithreading, dispatching, taking_over, levels, (depth, caches, *dtypes), kept = before
     torch._C._set_torch_function_state(functions)  # type: ignore[attr-defined]
     torch._C._set_multithreading_enabled(multithreading)
     while torch._C._len_torch_dispatch_stack() > dispatching:
@@ -248,6 +257,12 @@ def _switch_back(before: tuple[Any, ...]) -> None:
     while torch._C._len_torch_function_stack() > taking_over:
         torch._C._pop_torch_function_stack()
     pop_dynamic_layer_stack_and_undo_to_depth(levels)
+    while _autocast_settings()[0] > depth:
+        if not torch.autocast_decrement_nesting():
+            torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(caches)
+    for device, dtype in zip(_KEPT_DEVICES, dtypes, strict=True):
+        torch.set_autocast_dtype(device, dtype)
     _switch(_kept_modes(), kept)
 
 
