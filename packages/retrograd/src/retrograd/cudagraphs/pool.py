@@ -7,36 +7,18 @@ are still referenced and prevent a replay, and which inputs may be donated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
 
 from retrograd.cudagraphs.buffers import Buffers
-from retrograd.cudagraphs.results import Results
+from retrograd.cudagraphs.results import Given, Results
 from retrograd.policy import FEW, GAPS, MANY
-from retrograd.runtime.tensor import are_only_here, is_only_here, placed_on, storage_of
+from retrograd.runtime.tensor import placed_on, storage_of
 
 #: pools of dropped recordings whose results are still referenced.
 _lingering: set[Pool] = set()
-
-
-class Given:
-    """The references that `inputs` at `places` have to memory that was donated to a recording."""
-
-    def __init__(self, inputs: list[Any], places: Collection[int]) -> None:
-        self._inputs, self._places = inputs, places
-
-    @cached_property
-    def are_all(self) -> bool:
-        """Whether nobody else refers to these tensors."""
-        return are_only_here(self._inputs, self._places)
-
-    @cached_property
-    def counts(self) -> Mapping[int, int]:
-        """As `held_here`."""
-        return held_here(self._inputs, self._places)
 
 
 class Pool:
@@ -167,13 +149,3 @@ class Pool:
         self._gone.add(number)
         if self._entered[number].is_held():
             _lingering.add(self)
-
-
-def held_here(inputs: list[Any], places: Iterable[int]) -> Mapping[int, int]:
-    """How many of the tensors at `places` refer to each storage. Skips tensors with other references."""
-    found: dict[int, int] = {}
-    for i in places:
-        if is_only_here(inputs, i):
-            storage = storage_of(inputs[i])
-            found[storage] = found.get(storage, 0) + 1
-    return found

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograd.cudagraphs.pool import Given, Pool
-from retrograd.cudagraphs.results import Results
+from retrograd.cudagraphs.pool import Pool
+from retrograd.cudagraphs.results import Given, Results
 from retrograd.runtime.tensor import addresses_are, by_dtype, copy_each, geometry_of
 
 #: records a function for these inputs, and empties the list. Returns the graph to replay, and its results.

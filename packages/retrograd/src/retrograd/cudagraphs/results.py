@@ -11,14 +11,17 @@ recording on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from retrograd.errors import Refusal
 from retrograd.policy import LITTLE
 from retrograd.runtime.tensor import (
+    are_only_here,
     by_dtype,
     copy_each,
     geometry_of,
@@ -33,9 +36,6 @@ from retrograd.runtime.tensor import (
     whole_of,
 )
 
-if TYPE_CHECKING:
-    from retrograd.cudagraphs.pool import Given
-
 #: no recording: greater than any recording's number.
 NOBODY = 2**63
 
@@ -48,6 +48,25 @@ def _geometry(tensor: torch.Tensor, base: torch.Tensor) -> _Geometry:
     """How `tensor` shows the memory of `base`."""
     further = int(tensor.storage_offset() - base.storage_offset())
     return tuple(tensor.shape), tuple(tensor.stride()), further
+
+
+class Given:
+    """The references that `inputs` at `places` have to memory that was donated to a recording."""
+
+    def __init__(self, inputs: list[Any], places: Collection[int]) -> None:
+        self._inputs, self._places = inputs, places
+
+    @cached_property
+    def are_all(self) -> bool:
+        """Whether nobody else refers to these tensors."""
+        return are_only_here(self._inputs, self._places)
+
+    @cached_property
+    def counts(self) -> Mapping[int, int]:
+        """How many of the tensors refer to each storage, without those that others refer to."""
+        inputs = self._inputs
+        tensors = [i for i in self._places if isinstance(inputs[i], torch.Tensor)]
+        return Counter(storage_of(inputs[i]) for i in tensors if are_only_here(inputs, [i]))
 
 
 class Results:

@@ -77,13 +77,8 @@ def holders(storages: Sequence[int]) -> list[int]:
     return [count(storage) for storage in storages]
 
 
-def is_only_here(values: list[Any], place: int) -> bool:
-    """Whether the value at `place` is a tensor that only the list references, in Python and in C++."""
-    return isinstance(values[place], torch.Tensor) and are_only_here(values, [place])
-
-
 def are_only_here(values: list[Any], places: Collection[int]) -> bool:
-    """Like `is_only_here`, for the tensors at all `places`."""
+    """Whether only the list references the tensors at `places`, in Python and in C++."""
     get = values.__getitem__
     # two references: the list, and the argument of the call
     return (
