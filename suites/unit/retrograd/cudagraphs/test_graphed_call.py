@@ -1452,3 +1452,72 @@ def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings
     assert step(x) == [1] * 3
     assert recorder.replays == before + count
     assert len(asked) <= 2 * count
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("count", [2, 7])
+def test_nor_does_it_with_backwards(count, monkeypatch):
+    recorder, asked = Recorder(), []
+    ask = results.Results.is_in_the_way
+    monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: asked.append(1) or ask(*given))
+    made, x = pieces(recorder, count), torch.ones(8)
+    run_steps(made, x, 18)
+    before = recorder.replays
+    asked.clear()
+    run_pieces(made, x.fill_(0))
+    assert recorder.replays == before + 2 * count
+    assert len(asked) <= 5 * count
+
+
+def saving_three(recorder):
+    """A forward that saves three results, two of which share memory, and backwards of these and the third."""
+    memory = SharedMemory()
+
+    def forward(inputs):
+        both = torch.stack([inputs[0] + 1, inputs[0] + 2])
+        return [inputs[0] * 1, *both, inputs[0] + 3]
+
+    def made(fn, **values):
+        return call_of(fn, recorder, memory, copyable=64, **values)[0]
+
+    def backward(inputs):
+        return [sum(inputs)]
+
+    return (
+        made(forward, kept=[1, 2, 3]),
+        made(backward, results={0: 1, 1: 2}),
+        made(backward, results={0: 3}),
+    )
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_who_reads_what_was_saved_is_asked_at_once(count, monkeypatch):
+    """Not one tensor after the other, though the results of each forward are donated to two backwards."""
+    recorder, asked = Recorder(), []
+    only = results.are_only_here
+    monkeypatch.setattr(
+        results, "are_only_here", lambda of, places: asked.append(len(places)) or only(of, places)
+    )
+    layers = [saving_three(recorder) for _ in range(count)]
+
+    def step(x):
+        saved, grads = [], []
+        for forward, _, _ in layers:
+            x, *kept = forward([x])
+            saved.append(kept)
+            del kept
+        for _, first, second in reversed(layers):
+            one, other, last = saved.pop()
+            args = [[one, other], [last]]
+            del one, other, last
+            grads += [first(args[0])[0], second(args[1])[0]]
+        return [grad.tolist() for grad in grads]
+
+    x = torch.ones(3)
+    for _ in range(WARM_UPS + 12):
+        assert step(x) == [[5] * 3, [4] * 3] * count
+    before = recorder.replays
+    asked.clear()
+    step(x)
+    assert recorder.replays == before + 3 * count
+    assert sorted(asked) == [1] * count + [2] * count

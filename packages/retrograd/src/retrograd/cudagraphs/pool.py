@@ -7,6 +7,7 @@ are still referenced and prevent a replay, and which inputs may be donated.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
@@ -97,7 +98,7 @@ class Pool:
         Tensors that do not own the memory replace them, in `inputs` and among the results.
         """
         tensors = {place: inputs[place] for place in places}
-        storages = {storage_of(tensor) for tensor in tensors.values()}
+        storages = Counter(storage_of(tensor) for tensor in tensors.values())
         aliases: dict[int, torch.Tensor] = {}
         for one in self._entered.values():
             is_kin = self._may_donate and kin is not None and one.kin == kin

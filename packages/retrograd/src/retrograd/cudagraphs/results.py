@@ -12,7 +12,7 @@ recording on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -121,13 +121,15 @@ class Results:
         self._by_dtype = by_dtype(self._sources)
         #: addresses of results that the caller gets: the caller may move them to other memory.
         self._where = {i: tensor.data_ptr() for i, (_, tensor) in enumerate(visible, self._saved)}
-        #: for each staying result, the number of the recording to which it was donated.
+        #: for each staying result, the number of the recording to which it was donated, and how many of that
+        #: recording's inputs refer to it.
         self._until, self.least = [NOBODY] * len(self._staying), NOBODY
+        self._inputs = [0] * len(self._staying)
         self._storages: list[int] = []
         self._at_rest: list[int] = []
         self.open: list[int] = []
-        #: by the number of a recording to which results were donated: their storages, and the reference
-        #: counts of these when that recording is called. Nothing if other results were donated before.
+        #: by the number of a recording: the storages of results that were donated by then, and the reference
+        #: counts of these when that recording is called.
         self._expected: dict[int, tuple[list[int], list[int]]] = {}
 
     def settle(self) -> None:
@@ -160,6 +162,7 @@ class Results:
         if own >= number:
             return self.is_held()
         if self._is_as_expected(number) and given.are_all:
+            self._close(i for i, until in enumerate(self._until) if until < number)
             return False
         held = self._held([i for i in self.open if self._until[i] <= number])
         return any(self._until[i] < number or self._is_outside(i, given) for i in held)
@@ -174,11 +177,12 @@ class Results:
         held = self._held([i for i in self.open if i < self._saved and self._until[i] == NOBODY])
         return {self._storages[i] for i in held if not self._is_outside(i, given)}
 
-    def give(self, storages: Collection[int], number: int, is_kin: bool) -> dict[int, torch.Tensor]:
+    def give(self, storages: Mapping[int, int], number: int, is_kin: bool) -> dict[int, torch.Tensor]:
         """Donate memory to recording `number`. Returns, by storage, tensors that do not own that memory.
 
-        We donate the saved results in `storages`. If this recording saves results, or is kin of that one, we
-        also donate those that the caller got and no longer holds.
+        We donate the saved results in `storages`, which says how many of its inputs refer to each. If this
+        recording saves results, or is kin of that one, we also donate those that the caller got and no
+        longer holds.
         """
         visible = range(self._saved, len(self._staying)) if self._saved or is_kin else ()
         free = set(visible).difference(self._held(self.open))
@@ -189,7 +193,7 @@ class Results:
         for i in places:
             place, tensor = self._staying[i]
             self._staying[i] = place, placed_on(aliases[self._storages[i]], tensor)
-            self._until[i] = number
+            self._until[i], self._inputs[i] = number, storages.get(self._storages[i], 0)
         self._find_least()
         self._expected.clear()
         aliases.clear()
@@ -216,22 +220,24 @@ class Results:
             if count != self._at_rest[i] or (i in where and where[i] != self._staying[i][1].data_ptr())
         ]
         if len(held) < len(places):
-            free = set(places).difference(held)
-            self.open = [i for i in self.open if i not in free]
-            self._find_least()
+            self._close(set(places).difference(held))
         return held
+
+    def _close(self, places: Iterable[int]) -> None:
+        free = set(places)
+        self.open = [i for i in self.open if i not in free]
+        self._find_least()
 
     def _find_least(self) -> None:
         self.least = min([self._until[i] for i in self.open], default=NOBODY)
 
     def _is_as_expected(self, number: int) -> bool:
-        """Whether all that was donated by now was donated to recording `number`, and each saved result has
-        one reference more than at rest. That is the input at its address if `number` is called and fits."""
+        """Whether each result that was donated to recording `number` has as many references as its inputs
+        had then, and no result that was donated before has any. If `number` is called and fits, these are
+        its inputs: they have the same addresses, where nothing else can be while the results are held."""
         if number not in self._expected:
             there = [i for i, until in enumerate(self._until) if until <= number]
-            if any(self._until[i] < number for i in there):
-                there = []
-            counts = [self._at_rest[i] + (i < self._saved) for i in there]
+            counts = [self._at_rest[i] + self._inputs[i] * (self._until[i] == number) for i in there]
             self._expected[number] = [self._storages[i] for i in there], counts
         storages, counts = self._expected[number]
         return bool(storages) and holders(storages) == counts
