@@ -63,7 +63,7 @@ WATCHED_RUNS = 8
 SHORT, SHORT_STEP = 0.08, 1.0
 #: A step is steady after this many calls in a row without a compilation.
 STEADY = 3
-#: How many calls of each kind we measure.
+#: How many calls of each kind we measure; a multiple of six, see `specialize.profitability`.
 SAMPLES = 6
 #: Calls in eager between a measurement that finds compiled code slower and the one that must confirm it.
 UNTIL_CONFIRMED = 50

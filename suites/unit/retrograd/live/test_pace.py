@@ -162,6 +162,29 @@ def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     assert all(runs[-20:])
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 2, 4), (1, 5, 2, 4, 3, 6)], ids=len)
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_sizes_in_turn_do_not_count(
+    sizes: tuple[int, ...], is_slower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loader brings batches of several lengths: both kinds of calls meet each of them as often."""
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    measured = pace.Pace("it", "step", policy.SHORT)
+    for size in sizes * 60:
+        is_compiled = measured.is_worth_compiling()
+        with measured.timed(is_compiled, lambda: 0):
+            now[0] += 1e-3 * size * (1.1 if is_slower == is_compiled else 1)
+    assert (measured.disabled is not None) == is_slower
+
+
+def test_one_call_that_was_quick_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [0.06] * 60
+    compiled[pace.STEADY + 1] = 0.04
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled + [0.06] * 60, 0.05)
+    assert measured.disabled is not None
+
+
 def test_one_long_call_among_short_ones_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage collection, or another process, may interrupt any call."""
     compiled = [0.05] * 8 + [0.5] + [0.05] * 110

@@ -1,10 +1,11 @@
 """Decides whether compiled code is worth it.
 
-In: the times of some calls, alternately compiled and eager, after the last compilation. Out: whether calls
-stay compiled. A machine may be busy for a while, and falling back to eager is permanent. So both the median
-and the minimum must be slower than eager, and must be so again some calls later; these calls run in eager. We
-do not measure long calls: they spend their time in kernels, and an eager run might run out of memory. Under
-deterministic algorithms we never decide by a clock.
+In: the times of some calls after the last compilation: compiled, then eager, then compiled ones. Out: whether
+calls stay compiled. Inputs may have two or three sizes in turn, and this order meets each of them equally
+often in both ways. A machine may be busy for a while, and falling back to eager is permanent. So both the
+median and the second smallest time must be slower than eager, and must be so again some calls later; these
+calls run in eager. We do not measure long calls: they spend their time in kernels, and an eager run might run
+out of memory. Under deterministic algorithms we never decide by a clock.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Pace:
         """Whether the next call should run compiled."""
         if self.disabled is not None or (self._is_suspected and self._calm < 0):
             return False
-        measures = not self._is_decided and self._calm > STEADY
-        return not (measures and len(self._samples[False]) < len(self._samples[True]))
+        measured = sum(map(len, self._samples.values()))
+        is_turn_of_eager = SAMPLES // 2 <= measured < SAMPLES // 2 + SAMPLES
+        return self._is_decided or self._calm <= STEADY or not is_turn_of_eager
 
     @contextmanager
     def timed(self, is_compiled: bool, compilations: Callable[[], int]) -> Iterator[None]:
@@ -78,7 +80,7 @@ class Pace:
 
     def _decide(self) -> None:
         compiled, eager = self._samples[True], self._samples[False]
-        is_slower = all(of(compiled) > TOLERANCE * of(eager) for of in (statistics.median, min))
+        is_slower = all(of(compiled) > TOLERANCE * of(eager) for of in (statistics.median, _second_smallest))
         if is_slower and not self._is_suspected:
             self._is_suspected, self._calm = True, -UNTIL_CONFIRMED
             self._samples = {True: [], False: []}
@@ -92,6 +94,10 @@ class Pace:
                 self._stage,
                 way_out="nothing to do: it runs eagerly from now on; reset() measures again",
             )
+
+
+def _second_smallest(samples: list[float]) -> float:
+    return sorted(samples)[1]
 
 
 def _finish_pending_work() -> None:
