@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import retrograd
+from retrograd.backends.registry import AtenBackend
 
 Program = Callable[[], Sequence[Tensor | None]]
 
@@ -309,3 +311,38 @@ def test_tensors_that_no_derivative_reads_are_let_go() -> None:
         del loss, factor
         assert gone() is None
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(("for_speed", "plans"), [(False, 6), (True, 1)], ids=["eager's bits", "speed"])
+def test_orders_of_sums_that_change_from_step_to_step(
+    for_speed: bool, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where several threads number the nodes that they make: on a GPU, those of a first derivative are
+    made by the engine's thread."""
+    monkeypatch.setattr(AtenBackend, "for_speed", for_speed)
+    torch.manual_seed(0)
+    w = torch.randn(64, requires_grad=True)
+
+    def grad(order: tuple[int, ...], context: contextlib.AbstractContextManager[object]) -> Tensor:
+        middle = w * 2
+        parts = [middle.sin(), middle.cos(), middle.exp()]
+        numbers = [part.grad_fn._sequence_nr() for part in parts]  # type: ignore[union-attr]
+        for part, place in zip(parts, order, strict=True):
+            part.grad_fn._set_sequence_nr(numbers[place])  # type: ignore[union-attr]
+        w.grad = None
+        loss = (parts[0] + parts[1] + parts[2]).sum()
+        with context:
+            loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    compiled = retrograd.compiled_autograd(backend="aten")
+    orders = [*itertools.permutations(range(3))]
+    expected = [grad(order, contextlib.nullcontext()) for order in orders]
+    assert not all(torch.equal(one, expected[0]) for one in expected)
+    found = [grad(order, compiled) for order in orders * 2]
+    for one, other in zip(found, expected * 2, strict=True):
+        torch.testing.assert_close(one, other)
+        assert for_speed or torch.equal(one, other)
+    assert retrograd.counters["plans"] == plans
+    assert not compiled.explain().fallbacks

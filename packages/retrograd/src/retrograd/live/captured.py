@@ -61,7 +61,12 @@ class CapturedBackward:
         self.needs_engine_frame = graph.needs_engine_frame
         self.n_outputs = len(graph.outputs())
         self.has_cpp_functions = any(call.kind is CallKind.CPP_FUNCTION for _, call in graph.calls())
-        self._order_is_visible = _order_is_visible(graph)
+        self._has_user_code = any(
+            not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE) for _, call in graph.calls()
+        )
+        self._has_wide_sums = any(
+            call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE for node, call in graph.calls()
+        )
         self._leaves = leaves_with_buffers(self.graph)
         #: by settings, order, number of added inputs, and dtypes of gradients
         self._plans: dict[Hashable, Plan] = {}
@@ -82,7 +87,7 @@ class CapturedBackward:
         request = backward.request
         asks = self._leaves or request.inputs
         dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
-        ranks = read_ranks(request) if self._order_is_visible else None
+        ranks = read_ranks(request) if self._is_order_visible(config) else None
         key = config, ranks, request.added, dtypes
         known = self._plans.get(key)
         if known is not None and not known.is_outdated:
@@ -95,6 +100,12 @@ class CapturedBackward:
             self._plans.pop(oldest, None)
         self._plans[key] = plan
         return plan, True
+
+    def _is_order_visible(self, config: Config) -> bool:
+        """Whether user code can observe the order in which the nodes run, or the rounding of a sum that
+        should have eager's bits. Each thread numbers the nodes that it makes, and on a GPU the engine's
+        thread makes those of a first derivative: then orders change from step to step."""
+        return self._has_user_code or (self._has_wide_sums and not find_backend(config.backend).for_speed)
 
     def _laid_out(self, backward: LiveBackward) -> BackwardGraph:
         try:
@@ -146,15 +157,6 @@ def _return_totals(graph: BackwardGraph, backward: LiveBackward) -> None:
         if inlined is not None:
             outputs[i] = inlined.totals.get(slot)
     next(iter(reversed(graph.graph.nodes))).args = (tuple(outputs),)
-
-
-def _order_is_visible(backward: BackwardGraph) -> bool:
-    """Whether user code, or the rounding of a sum, can observe the order in which the nodes ran."""
-    return any(
-        not (call.kind.is_functional or call.kind is CallKind.ACCUMULATE)
-        or (call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE)
-        for node, call in backward.calls()
-    )
 
 
 def _with_sources(backward: BackwardGraph, nodes: Sequence[Any]) -> BackwardGraph:
