@@ -1521,3 +1521,19 @@ def test_who_reads_what_was_saved_is_asked_at_once(count, monkeypatch):
     step(x)
     assert recorder.replays == before + 3 * count
     assert sorted(asked) == [1] * count + [2] * count
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_result_that_is_moved_after_it_was_donated_to_an_earlier_backward_is_written_elsewhere():
+    recorder, x = Recorder(), torch.ones(3)
+    forward, first, second = saving_three(recorder)
+    for step in range(12):
+        out, one, other, last = forward([x.fill_(step)])
+        assert out.tolist() == [step] * 3
+        if step == 8:
+            out.share_memory_()
+        args = [[one, other], [last]]
+        del out, one, other, last
+        assert first(args[0])[0].tolist() == [2 * step + 3] * 3
+        assert second(args[1])[0].tolist() == [step + 3] * 3
+    assert recorder.replays > 20

@@ -12,7 +12,7 @@ recording on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -128,8 +128,8 @@ class Results:
         self._storages: list[int] = []
         self._at_rest: list[int] = []
         self.open: list[int] = []
-        #: by the number of a recording: the storages of results that were donated by then, and the reference
-        #: counts of these when that recording is called.
+        #: by the number of a recording: the storages of results that were donated to it, and the reference
+        #: counts of these when it is called.
         self._expected: dict[int, tuple[list[int], list[int]]] = {}
 
     def settle(self) -> None:
@@ -161,11 +161,12 @@ class Results:
         """Like `Pool.in_the_way`, for the results of recording `own`. False if ``own < number < least``."""
         if own >= number:
             return self.is_held()
+        if self._held([i for i in self.open if self._until[i] < number]):
+            return True
         if self._is_as_expected(number) and given.are_all:
-            self._close(i for i, until in enumerate(self._until) if until < number)
             return False
-        held = self._held([i for i in self.open if self._until[i] <= number])
-        return any(self._until[i] < number or self._is_outside(i, given) for i in held)
+        held = self._held([i for i in self.open if self._until[i] == number])
+        return any(self._is_outside(i, given) for i in held)
 
     def is_shared(self, number: int, given: Given) -> bool:
         """Like `Pool.is_shared`."""
@@ -220,24 +221,21 @@ class Results:
             if count != self._at_rest[i] or (i in where and where[i] != self._staying[i][1].data_ptr())
         ]
         if len(held) < len(places):
-            self._close(set(places).difference(held))
+            free = set(places).difference(held)
+            self.open = [i for i in self.open if i not in free]
+            self._find_least()
         return held
-
-    def _close(self, places: Iterable[int]) -> None:
-        free = set(places)
-        self.open = [i for i in self.open if i not in free]
-        self._find_least()
 
     def _find_least(self) -> None:
         self.least = min([self._until[i] for i in self.open], default=NOBODY)
 
     def _is_as_expected(self, number: int) -> bool:
         """Whether each result that was donated to recording `number` has as many references as its inputs
-        had then, and no result that was donated before has any. If `number` is called and fits, these are
-        its inputs: they have the same addresses, where nothing else can be while the results are held."""
+        had then. If `number` is called and fits, these are its inputs: they have the same addresses, where
+        nothing else can be while the results are held."""
         if number not in self._expected:
-            there = [i for i, until in enumerate(self._until) if until <= number]
-            counts = [self._at_rest[i] + self._inputs[i] * (self._until[i] == number) for i in there]
+            there = [i for i, until in enumerate(self._until) if until == number]
+            counts = [self._at_rest[i] + self._inputs[i] for i in there]
             self._expected[number] = [self._storages[i] for i in there], counts
         storages, counts = self._expected[number]
         return bool(storages) and holders(storages) == counts
