@@ -334,6 +334,19 @@ def test_a_tensor_made_of_a_number_is_returned() -> None:
     assert out[1].tolist() == 2.0
 
 
+def agree_by_grad(fn: Callable[..., Any]) -> None:
+    """Assert that a matrix gets the same gradient from `fn`, ahead of time and in eager."""
+
+    def grad(call: Callable[..., Any]) -> Any:
+        torch.manual_seed(11)
+        x = torch.randn(4, 5, requires_grad=True)
+        out = call(x)
+        torch.autograd.backward(out, [torch.randn_like(one) for one in out])
+        return x.grad
+
+    assert torch.equal(grad(aot.function(fn, backend="eager")), grad(fn))
+
+
 @pytest.mark.parametrize("tail", [lambda k: k[0], lambda k: k.diagonal(), lambda k: k[1:]])
 @pytest.mark.parametrize("view", [lambda x: x.transpose(0, 1), lambda x: x.expand(3, 4, 5)])
 def test_a_view_of_a_view_of_an_argument_has_eagers_sum(
@@ -343,13 +356,28 @@ def test_a_view_of_a_view_of_an_argument_has_eagers_sum(
         k = view(x)
         return k.sin(), k.exp(), tail(k)
 
-    def grad(call: Callable[..., Any]) -> Tensor:
-        torch.manual_seed(11)
-        x = torch.randn(4, 5, requires_grad=True)
-        out = call(x)
-        return torch.autograd.grad(out, x, [torch.randn_like(one) for one in out])[0]
+    agree_by_grad(fn)
 
-    assert torch.equal(grad(aot.function(fn, backend="eager")), grad(fn))
+
+@pytest.mark.parametrize("also", ["nothing", "the argument"])
+def test_a_sum_at_a_view_between_is_not_made_at_the_argument(also: str) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        k = x.view(x.shape)
+        return k.flatten(), x.sin() * k, *((x,) if also == "the argument" else ())
+
+    agree_by_grad(fn)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_sums_the_gradients_of_its_arguments_as_eager_does(is_reentrant: bool) -> None:
+    def inner(h: Tensor, other: Tensor) -> Tensor:
+        return h.sin() * other + h
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = checkpoint(inner, x, x, use_reentrant=is_reentrant)
+        return y, y * x, x.exp(), x.cos()
+
+    agree_by_grad(fn)
 
 
 def test_a_window_is_checked_whatever_the_sizes() -> None:

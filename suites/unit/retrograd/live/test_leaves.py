@@ -68,3 +68,18 @@ def test_a_backward_does_not_call_the_torch_function_of_a_leaf(place: str, backe
         with retrograd.compiled_autograd(backend, strict=True):
             torch.autograd.backward([loss], retain_graph=place == "retained")
         assert Asked.calls == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aten"])
+@pytest.mark.parametrize("before", [None, 1.0])
+def test_a_leaf_that_a_backward_names_takes_its_gradient_over(before: float | None, backend: str) -> None:
+    def result() -> Any:
+        leaf = torch.arange(4.0)[::2][:1].requires_grad_()  # a copy of its gradient has its stride, 2
+        leaf.grad = None if before is None else torch.full_like(leaf, before)
+        (leaf * 3).backward(torch.ones(1), inputs=[leaf])
+        return leaf.grad.tolist(), leaf.grad.stride()
+
+    expected = result()
+    for _ in range(3):
+        with retrograd.compiled_autograd(backend, strict=True):
+            assert result() == expected

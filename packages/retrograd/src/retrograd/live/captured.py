@@ -68,7 +68,7 @@ class CapturedBackward:
             call.kind is CallKind.SUM and len(node.args) > _ASSOCIATIVE for node, call in graph.calls()
         )
         self._leaves = leaves_with_buffers(self.graph)
-        #: by settings, order, number of added inputs, and dtypes of gradients
+        #: by settings, order, number of dropped outputs, and dtypes of gradients
         self._plans: dict[Hashable, Plan] = {}
 
     def plan(
@@ -88,12 +88,14 @@ class CapturedBackward:
         asks = self._leaves or request.inputs
         dtypes = asked_dtypes(self._leaves, inputs, request.inputs) if asks else ()
         ranks = read_ranks(request) if self._is_order_visible(config) else None
-        key = config, ranks, request.added, dtypes
+        # A backward that writes `.grad` returns nothing: an output would be a second reference to a gradient.
+        dropped = self.n_outputs if request.accumulate_grad else request.added
+        key = config, ranks, dropped, dtypes
         known = self._plans.get(key)
         if known is not None and not known.is_outdated:
             return known, False
         with event("retrograd.lay_out"):
-            graph = in_dtypes(without_last_outputs(self._laid_out(backward), request.added), dtypes)
+            graph = in_dtypes(without_last_outputs(self._laid_out(backward), dropped), dtypes)
             raised = {name: why for plan in [*self._plans.values()] for name, why in plan.raised().items()}
             plan = Plan(graph, config, find_backend(config.backend), raised)
         for oldest in [*self._plans][: 1 - KEPT_PLANS]:

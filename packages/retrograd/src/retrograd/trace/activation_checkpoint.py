@@ -107,12 +107,20 @@ def checkpoints_inlined(
         """Replaces ``CheckpointFunction.apply``. Grad is enabled only if an argument requires grad."""
         if first is not None and first.hides("it calls a checkpoint"):
             return original(function, preserve_rng_state, *args)
-        wanted = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        wanted = any(map(_is_differentiable, args))
         with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
-            return function(*args)
+            # Eager's checkpoint sums what its calls give to an argument, and hands on the sums in order. Of
+            # nodes that are ready, the one made last runs first.
+            alias = torch.ops.aten.alias.default
+            own = [alias(arg) if _is_differentiable(arg) else arg for arg in reversed(args)]
+            return function(*reversed(own))
 
     with handled_here("torch.utils.checkpoint:CheckpointFunction.apply", run):
         yield
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def draws_repeated() -> AbstractContextManager[None]:
