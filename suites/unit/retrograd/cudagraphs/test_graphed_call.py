@@ -1431,11 +1431,17 @@ def test_whatever_the_order_of_calls_and_whoever_holds_results_nothing_is_overwr
     assert recorder.replays
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Grows whenever the results of a recording are looked at."""
+    found, ask = [], results.Results.is_in_the_way
+    monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: found.append(1) or ask(*given))
+    return found
+
+
 @pytest.mark.parametrize("count", [4, 32])
-def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings(count, monkeypatch):
-    recorder, asked = Recorder(), []
-    ask = results.Results.is_in_the_way
-    monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: asked.append(1) or ask(*given))
+def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings(count, asked):
+    recorder = Recorder()
     made = [call_of(lambda i: [i[0] * 2, i[0] + 1], recorder, kept=[1], copyable=64) for _ in range(count)]
     calls = [call for call, _ in made]
 
@@ -1456,10 +1462,8 @@ def test_how_much_is_looked_at_before_a_replay_does_not_grow_with_the_recordings
 
 @pytest.mark.usefixtures("all_large")
 @pytest.mark.parametrize("count", [2, 7])
-def test_nor_does_it_with_backwards(count, monkeypatch):
-    recorder, asked = Recorder(), []
-    ask = results.Results.is_in_the_way
-    monkeypatch.setattr(results.Results, "is_in_the_way", lambda *given: asked.append(1) or ask(*given))
+def test_nor_does_it_with_backwards(count, asked):
+    recorder = Recorder()
     made, x = pieces(recorder, count), torch.ones(8)
     run_steps(made, x, 18)
     before = recorder.replays

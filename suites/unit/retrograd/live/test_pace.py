@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_what_was_asked_for_is_not_measured(timed: None, backend: str, strict: b
 def test_a_step_of_a_tenth_of_a_second_is_measured_and_such_a_backward_is_not(
     short: float, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, runs = paced(short, monkeypatch, [0.1] * 100, 0.05)
+    measured, runs = paced(short, monkeypatch, [0.1] * 100, repeat(0.05))
     assert (measured.disabled is not None) == is_measured
     assert all(runs) == (not is_measured)
     assert runs[-1] == (not is_measured)
@@ -137,17 +138,17 @@ def test_the_report_says_that_backwards_are_measured_in_eager(monkeypatch: pytes
 
 
 def paced(
-    short: float, monkeypatch: pytest.MonkeyPatch, compiled: list[float], eager: float
+    short: float, monkeypatch: pytest.MonkeyPatch, compiled: list[float], eager: Iterable[float]
 ) -> tuple[pace.Pace, list[bool]]:
     """Calls that take so many seconds, and which of them ran compiled."""
     now = [0.0]
     monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
     measured = pace.Pace("it", "step", short)
     runs = []
-    for seconds in compiled:
+    for seconds, otherwise in zip(compiled, eager, strict=False):
         runs.append(measured.is_worth_compiling())
         with measured.timed(runs[-1], lambda: 0):
-            now[0] += seconds if runs[-1] else eager
+            now[0] += seconds if runs[-1] else otherwise
     return measured, runs
 
 
@@ -157,7 +158,7 @@ def paced(
 def test_a_machine_that_is_busy_for_a_while_decides_nothing(
     compiled: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, runs = paced(policy.SHORT_STEP, monkeypatch, compiled, 0.05)
+    measured, runs = paced(policy.SHORT_STEP, monkeypatch, compiled, repeat(0.05))
     assert measured.disabled is None
     assert all(runs[-20:])
 
@@ -168,27 +169,24 @@ def test_sizes_in_turn_do_not_count(
     sizes: tuple[int, ...], is_slower: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a loader brings batches of several lengths: both kinds of calls meet each of them as often."""
-    now = [0.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
-    measured = pace.Pace("it", "step", policy.SHORT)
-    for size in sizes * 60:
-        is_compiled = measured.is_worth_compiling()
-        with measured.timed(is_compiled, lambda: 0):
-            now[0] += 1e-3 * size * (1.1 if is_slower == is_compiled else 1)
+    quick = [1e-3 * size for size in sizes * 60]
+    slow = [1.1 * seconds for seconds in quick]
+    compiled, eager = (slow, quick) if is_slower else (quick, slow)
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled, eager)
     assert (measured.disabled is not None) == is_slower
 
 
 def test_one_call_that_was_quick_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = [0.06] * 60
     compiled[pace.STEADY + 1] = 0.04
-    measured, _ = paced(policy.SHORT, monkeypatch, compiled + [0.06] * 60, 0.05)
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled + [0.06] * 60, repeat(0.05))
     assert measured.disabled is not None
 
 
 def test_one_long_call_among_short_ones_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage collection, or another process, may interrupt any call."""
     compiled = [0.05] * 8 + [0.5] + [0.05] * 110
-    measured, _ = paced(policy.SHORT, monkeypatch, compiled, 0.01)
+    measured, _ = paced(policy.SHORT, monkeypatch, compiled, repeat(0.01))
     assert measured.disabled is not None
 
 

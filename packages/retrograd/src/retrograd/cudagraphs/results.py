@@ -121,14 +121,12 @@ class Results:
         self._by_dtype = by_dtype(self._sources)
         #: addresses of results that the caller gets: the caller may move them to other memory.
         self._where = {i: tensor.data_ptr() for i, (_, tensor) in enumerate(visible, self._saved)}
-        #: for each staying result, the number of the recording to which it was donated, and how many of that
-        #: recording's inputs refer to it.
+        #: for each staying result, the number of the recording to which it was donated.
         self._until, self.least = [NOBODY] * len(self._staying), NOBODY
-        self._inputs = [0] * len(self._staying)
         self._storages: list[int] = []
         self._at_rest: list[int] = []
         self.open: list[int] = []
-        #: by the number of a recording: the storages of results that were donated to it, and the reference
+        #: by the number of a recording to which results were donated: their storages, and the reference
         #: counts of these when it is called.
         self._expected: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -189,18 +187,21 @@ class Results:
         free = set(visible).difference(self._held(self.open))
         owned = [i for i, until in enumerate(self._until) if until == NOBODY]
         places = [i for i in owned if self._storages[i] in storages or i in free]
+        inputs = [storages.get(self._storages[i], 0) for i in places]
         aliases = {self._storages[i]: unowned(self._staying[i][1]) for i in places}
         given = {self._storages[i]: i for i in places}
         for i in places:
             place, tensor = self._staying[i]
             self._staying[i] = place, placed_on(aliases[self._storages[i]], tensor)
-            self._until[i], self._inputs[i] = number, storages.get(self._storages[i], 0)
+            self._until[i] = number
         self._find_least()
-        self._expected.clear()
         aliases.clear()
         for i in places:
             self._storages[i] = storage_of(self._staying[i][1])
             self._at_rest[i] = holders([self._storages[i]])[0]
+        if places:
+            counts = [self._at_rest[i] + more for i, more in zip(places, inputs, strict=True)]
+            self._expected[number] = [self._storages[i] for i in places], counts
         return {storage: self._staying[i][1].data for storage, i in given.items()}
 
     def leave(self) -> None:
@@ -233,12 +234,8 @@ class Results:
         """Whether each result that was donated to recording `number` has as many references as its inputs
         had then. If `number` is called and fits, these are its inputs: they have the same addresses, where
         nothing else can be while the results are held."""
-        if number not in self._expected:
-            there = [i for i, until in enumerate(self._until) if until == number]
-            counts = [self._at_rest[i] + self._inputs[i] for i in there]
-            self._expected[number] = [self._storages[i] for i in there], counts
-        storages, counts = self._expected[number]
-        return bool(storages) and holders(storages) == counts
+        storages, counts = self._expected.get(number, ([], None))
+        return holders(storages) == counts
 
     def _is_outside(self, i: int, given: Given) -> bool:
         """Whether its storage has more references than the `given` ones."""
