@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
@@ -334,7 +336,7 @@ def test_a_tensor_made_of_a_number_is_returned() -> None:
     assert out[1].tolist() == 2.0
 
 
-def agree_by_grad(fn: Callable[..., Any]) -> None:
+def agree_by_grad(fn: Callable[..., Any], **options: Any) -> None:
     """Assert that a matrix gets the same gradient from `fn`, ahead of time and in eager."""
 
     def grad(call: Callable[..., Any]) -> Any:
@@ -344,7 +346,7 @@ def agree_by_grad(fn: Callable[..., Any]) -> None:
         torch.autograd.backward(out, [torch.randn_like(one) for one in out])
         return x.grad
 
-    assert torch.equal(grad(aot.function(fn, backend="eager")), grad(fn))
+    assert torch.equal(grad(aot.function(fn, backend="eager", **options)), grad(fn))
 
 
 @pytest.mark.parametrize("tail", [lambda k: k[0], lambda k: k.diagonal(), lambda k: k[1:]])
@@ -517,3 +519,54 @@ def test_methods_of_arguments_work_where_the_trace_has_stopped(name: str) -> Non
     found, x = aot.function(fn, backend="eager")(torch.ones(2)), torch.ones(2)
     assert str(found) == str(fn(x))
     assert type(found) is type(fn(x))
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def reads_inside_a_mode(x: Tensor) -> Tensor:
+    with Seen():
+        return x.sin() * float(x.sum())
+
+
+def reads_inside_a_nested_mode(x: Tensor) -> Tensor:
+    y = x.cos()
+    with Seen(), Seen():
+        return y * 2 if x.sum() > 0 else y
+
+
+def makes_a_graph_that_reads(x: Tensor) -> Any:
+    graph = make_fx(lambda t: t.sin() * 2)(torch.zeros(2))
+    return graph.graph.output_node().op, x.exp() * x.max().item()
+
+
+def makes_a_graph_of_what_cannot_be_traced(x: Tensor) -> Any:
+    return torch.func.linearize(torch.sin, torch.tanh(x))[1](x * 0.5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        reads_inside_a_mode,
+        reads_inside_a_nested_mode,
+        makes_a_graph_that_reads,
+        makes_a_graph_of_what_cannot_be_traced,
+    ],
+)
+def test_what_stops_a_trace_inside_a_mode_that_the_function_entered_leaves_no_mode_behind(
+    fn: Callable[[Tensor], Any], dynamic: bool
+) -> None:
+    x = torch.rand(4, requires_grad=True)
+    torch.testing.assert_close(aot.function(fn, backend="eager", dynamic=dynamic)(x), fn(x))
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("rows", [slice(1, None), slice(None, None, 2)])
+def test_views_of_views_whose_gradients_meet_at_the_argument_only_are_captured(rows: slice) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, x.mT, x.unsqueeze(0).transpose(0, 1), x[rows].unsqueeze(0).mT, x.split(1)[1]
+
+    agree_by_grad(fn, strict=True)

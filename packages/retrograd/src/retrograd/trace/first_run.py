@@ -23,7 +23,7 @@ import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from retrograd.errors import not_representable
 from retrograd.facts.patches import handled_here
@@ -84,7 +84,7 @@ class FirstRun:
 
         If `is_repeated`, calls are recorded even after tracing has stopped.
         """
-        self._around = ExitStack()
+        self._around, self._modes = ExitStack(), _get_current_dispatch_mode_stack()
         self._tracer, self.why_not, self._is_repeated = tracer, self._why_not_at_all, is_repeated
         self.stopped: Exception | None = None
         self.has_ended = self.is_computing = False
@@ -204,7 +204,8 @@ class FirstRun:
         if not isinstance(leaf, torch.Tensor) or not is_traced(leaf):
             return leaf
         if (real := self._real.get(_key(leaf))) is None:
-            self._abandon(not_representable("it keeps a tensor of the trace that nobody has seen"))
+            unseen = not_representable("it keeps a tensor of the trace that nobody has seen")
+            self._abandon(self.stopped or unseen)
         return real
 
     def _fill(self, cell: CellType) -> None:
@@ -279,6 +280,9 @@ class FirstRun:
         """
         if self.is_eager:
             return
+        # Inside a dispatch mode that the function entered, we cannot leave the trace's modes below it.
+        if self._modes != _get_current_dispatch_mode_stack():
+            self.hides("it is inside a dispatch mode of its own")
         self.stopped = error
         if self.why_not is not None or self._has_copies or self._tracer is None:
             self._abandon(error)

@@ -169,13 +169,19 @@ class _RegionDivision:
         A sum of three or more contributions is bitwise equal to eager's only if we add them in eager's order.
         At visible tensors and primals, contributions from outside the graph may be added too. So if one
         region contributes to a sum after another, we cut every region at that point: whatever eager runs
-        before the cut then runs before whatever it runs after the cut.
+        before the cut then runs before whatever it runs after the cut. Nodes of one region that eager runs
+        one after another are not cut apart: the cut comes before the first of them.
         """
         region_of, cuts = self._region_of, set[int]()
+        first = {node: node for node in self._order}
+        for before, after in pairwise(self._order):
+            if region_of.get(before) == region_of.get(after):
+                first[after] = first[before]
         for edge, nodes in self._contributors(self._nodes).items():
             is_open = edge in self._boundaries or edge.node in self._primals
             if len(nodes) > (1 if is_open else 2):
-                cuts |= {after for before, after in pairwise(nodes) if region_of[before] != region_of[after]}
+                pairs = pairwise(nodes)
+                cuts |= {first[after] for before, after in pairs if region_of[before] != region_of[after]}
         numbers = accumulate(node in cuts for node in self._order)
         block = dict(zip(self._order, numbers, strict=True))
         blocks: dict[int, Hashable] = {node: (region_of[node], block[node]) for node in self._nodes}
