@@ -108,17 +108,16 @@ REMEMBERED = 4
 MOST_SETS = 256
 #: How many sets of sizes we record for one set of parameters.
 MOST_SIZES = 16
-#: A pool has gaps if it has at least `MANY` recordings, and `GAPS` times as many were made: the dropped ones
-#: have left gaps.
+#: Recordings are out of order if there are at least `MANY`, and `GAPS` times as many were made: dropped ones
+#: have left gaps, or their successors lie in further pools.
 MANY, GAPS = 8, 1.25
 #: In a quiet round, at most one recording in this many is new. A few are, because their inputs move.
 FEW = 32
-#: How many pools of a stream reuse donated memory. If that memory is in use in all of them, further
-#: recordings go into one more pool, without donations.
-MOST_DONATING = 2
+#: With this many pools, further recordings that find donated memory in use go into one that reuses none.
+MOST_DONATING = 12
 #: We record everything again after `QUIET` rounds of a program with few new recordings, and within `PATIENCE`
 #: further rounds, as soon as nobody holds results; at most `MOST_TIDIED` times, unless the program grows.
-QUIET, PATIENCE, MOST_TIDIED = 2, 4, 2
+QUIET, PATIENCE, MOST_TIDIED = 2, 4, 4
 
 # reports and caches
 

@@ -12,7 +12,8 @@ results once more.
 All recordings of a stream share one memory pool. `results` says which results are copied out of it. While a
 caller still holds a result that lives in the pool, we must not replay a graph that overwrites it. A call made
 meanwhile is recorded again, in memory after it. If donated memory is in use when we record (for example,
-because an input moved), the recording goes into another pool, and the first pool stays valid.
+because an input moved, or a layer was skipped before), the recording goes into another pool, and the first
+pool stays valid.
 """
 
 from __future__ import annotations

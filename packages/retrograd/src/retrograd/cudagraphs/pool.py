@@ -15,7 +15,6 @@ import torch
 
 from retrograd.cudagraphs.buffers import Buffers
 from retrograd.cudagraphs.results import Given, Results
-from retrograd.policy import FEW, GAPS, MANY
 from retrograd.runtime.tensor import placed_on, storage_of
 
 #: pools of dropped recordings whose results are still referenced.
@@ -40,7 +39,7 @@ class Pool:
     def __init__(self, handle: Any, *, may_donate: bool = True) -> None:
         self.handle, self._may_donate = handle, may_donate
         self.buffers = Buffers()
-        self._count = self._seen = self._quiet = 0
+        self._count = 0
         self._entered: dict[int, Results] = {}
         #: by number, results that were handed out and not seen to be free since; then, the numbers of dropped
         #: recordings.
@@ -112,17 +111,6 @@ class Pool:
         self.let_go()
         return any(one.is_unowned_held() for one in self._out.values())
 
-    def comes_round(self) -> int:
-        """Call this when the program starts over. Returns how many times in a row few recordings were new."""
-        is_quiet = (self._count - self._seen) * FEW <= len(self._entered)
-        self._quiet, self._seen = self._quiet + 1 if is_quiet else 0, self._count
-        return self._quiet
-
-    def has_gaps(self) -> bool:
-        """Whether many recordings were dropped: later ones could not use their memory, which is free now."""
-        self.let_go()
-        return self._count >= len(self._entered) * GAPS >= MANY * GAPS
-
     def is_held(self) -> bool:
         """Whether any result is still referenced."""
         return any(one.is_held() for one in self._out.values())
@@ -133,8 +121,9 @@ class Pool:
             self._given = frozenset(address for one in self._entered.values() for address in one.given())
         return self._given
 
-    def let_go(self) -> None:
-        """Forget dropped recordings whose results are no longer referenced. Their memory is free."""
+    def let_go(self) -> int:
+        """Forget dropped recordings whose results are no longer referenced. Their memory is free. Returns how
+        many recordings are left."""
         for number in list(self._gone):
             if not self._entered[number].is_held():
                 del self._entered[number]
@@ -143,6 +132,7 @@ class Pool:
                 self._given = None
         if not self._gone:
             _lingering.discard(self)
+        return len(self._entered)
 
     def _went(self, number: int) -> None:
         """Handle a recording that was dropped. If its results are still referenced, the pool must stay alive,

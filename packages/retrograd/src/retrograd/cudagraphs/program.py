@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from retrograd.cudagraphs.pool import Pool
-from retrograd.policy import MOST_DONATING, MOST_TIDIED, PATIENCE, QUIET
+from retrograd.policy import FEW, GAPS, MANY, MOST_DONATING, MOST_TIDIED, PATIENCE, QUIET
 from retrograd.process import ForkSafeLock
 from retrograd.runtime.cuda import CudaRecorder
 
@@ -39,7 +39,10 @@ class Program:
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         #: the call that starts a round; how often we recorded everything again.
         self._first: weakref.ref[Any] | None = None
-        self.rounds = self._tidied = 0
+        self.rounds = self._all_rounds = self._tidied = 0
+        #: how many recordings were made since everything was last recorded again, and up to the last round;
+        #: how many rounds in a row made few.
+        self._made = self._seen = self._quiet = 0
 
     def enter(self, call: object) -> None:
         """Add a call."""
@@ -60,18 +63,21 @@ class Program:
             self._first = weakref.ref(call)
         elif first is call:
             self.rounds += 1
+            self._all_rounds += 1
             self.is_untidy = self._lies_out_of_order()
         if not self.is_untidy or self._tidied >= MOST_TIDIED or any(pool.is_held() for pool in self._pools()):
             return
         self.is_untidy, self._tidied = False, self._tidied + 1
+        self._made = self._seen = self._quiet = 0
         for one in [*self._calls]:
             one.restart()
 
     def _lies_out_of_order(self) -> bool:
         """Whether many recordings were replaced, but few recently."""
-        pools = self._pools()
-        rounds = min([pool.comes_round() for pool in pools], default=0)
-        return QUIET <= rounds < QUIET + PATIENCE and any(pool.has_gaps() for pool in pools)
+        held = sum(pool.let_go() for pool in self._pools())
+        is_quiet = (self._made - self._seen) * FEW <= held
+        self._quiet, self._seen = self._quiet + 1 if is_quiet else 0, self._made
+        return QUIET <= self._quiet < QUIET + PATIENCE and self._made >= held * GAPS >= MANY * GAPS
 
     # memory pools
 
@@ -84,10 +90,19 @@ class Program:
 
     def pool(self, device: torch.device, *key: Hashable) -> tuple[Hashable, Pool]:
         """A pool with this key where a new recording overwrites nothing, and its key in `pools`. The caller
-        adds a new pool to `pools` once something is recorded in it."""
-        number = 0
-        while (pool := self.pools.get((device, *key, number))) is not None and pool.is_unowned_in_use():
-            number += 1
-        if pool is None:
-            pool = Pool(self.recorder.new_pool(device), may_donate=number < MOST_DONATING)
-        return (device, *key, number), pool
+        adds a new pool to `pools` once something is recorded in it.
+
+        If donated memory of the first pool is in use, the recording is late: calls that were recorded there
+        run around it. Late recordings share a pool if they are made in the same round, because only these are
+        made in the order in which they run. If there are many pools, the others share one that reuses no
+        donated memory.
+        """
+        self._made += 1
+        late, rest = (device, *key, self._all_rounds), (device, *key, None)
+        if late not in self.pools and len(self.pools) >= MOST_DONATING:
+            late = rest
+        for found in ((device, *key), late, rest):
+            pool = self.pools.get(found)
+            if pool is None or not pool.is_unowned_in_use():
+                break
+        return found, pool or Pool(self.recorder.new_pool(device), may_donate=found != rest)

@@ -109,6 +109,8 @@ def checkpoints_inlined(
             return original(function, preserve_rng_state, *args)
         wanted = any(map(_is_differentiable, args))
         with torch.set_grad_enabled(wanted), around(args, preserve_rng_state):
+            if isinstance(getattr(function, "__self__", None), _Interpreter):
+                return function(*args)  # Dynamo has turned its closure into arguments
             # Eager's checkpoint sums what its calls give to an argument, and hands on the sums in order. Of
             # nodes that are ready, the one made last runs first.
             alias = torch.ops.aten.alias.default
@@ -278,7 +280,7 @@ class _Interpreter(fx.Interpreter):
         body, *inputs = args
         contexts = body.meta.get("_checkpoint_context_fn")
         repeats_draws = kwargs.get("preserve_rng_state", True)
-        if kwargs.get("use_reentrant"):  # Dynamo has turned its closure into arguments
+        if kwargs.get("use_reentrant"):
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
         with _marked(inputs, repeats_draws, contexts, CheckpointPolicy.PREFER_RECOMPUTE):
             return _Interpreter(body).run(*inputs)

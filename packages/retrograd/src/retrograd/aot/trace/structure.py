@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
 
 from retrograd.graph.eager_order import ROOT, Edge, LiveGraph, eager_walk, with_steps
@@ -173,10 +173,9 @@ class _RegionDivision:
         one after another are not cut apart: the cut comes before the first of them.
         """
         region_of, cuts = self._region_of, set[int]()
-        first = {node: node for node in self._order}
-        for before, after in pairwise(self._order):
-            if region_of.get(before) == region_of.get(after):
-                first[after] = first[before]
+        first: dict[int, int] = {}
+        for _, row in groupby(self._order, region_of.get):
+            first |= dict.fromkeys(nodes := list(row), nodes[0])
         for edge, nodes in self._contributors(self._nodes).items():
             is_open = edge in self._boundaries or edge.node in self._primals
             if len(nodes) > (1 if is_open else 2):
