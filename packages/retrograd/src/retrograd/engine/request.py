@@ -176,7 +176,8 @@ def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> s
         for node, _ in () if above in ends else above.next_functions:
             neighbours.setdefault(node, set()).add(above.name())
             if above in roots and node is not None:
-                neighbours.setdefault(above, set()).add("" if _is_idle(node) else node.name())
+                is_apart = node in roots or _is_idle(node)
+                neighbours.setdefault(above, set()).add("" if is_apart else node.name())
     return {n for n, names in neighbours.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
 
 
