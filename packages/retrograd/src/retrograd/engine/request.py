@@ -169,14 +169,15 @@ _INDEXING = frozenset({"SliceBackward0", "SelectBackward0", "UnsqueezeBackward0"
 def idle_nodes(edges: Iterable[tuple[Any, int]], ends: Container[Any] = ()) -> set[Any]:
     """Nodes made by ``:`` in an index, which pass gradients on unchanged. For ``x[0, :]`` torch makes such a
     node only if sizes are symbolic; for ``x[:]`` it makes a different one (``applySlicing`` in
-    ``aten/src/ATen/TensorIndexing.h``)."""
+    ``aten/src/ATen/TensorIndexing.h``). We need the node of ``x[:]`` if `edges` lead to that of ``x`` too."""
     neighbours: dict[Any, set[str]] = {}
     roots = {node for node, _ in edges}
     for above in nodes_below(((node, 0) for node in roots), ends):
         for node, _ in () if above in ends else above.next_functions:
             neighbours.setdefault(node, set()).add(above.name())
             if above in roots and node is not None:
-                neighbours.setdefault(above, set()).add("" if _is_idle(node) else node.name())
+                is_needed = node in roots or _is_idle(node)
+                neighbours.setdefault(above, set()).add("" if is_needed else node.name())
     return {n for n, names in neighbours.items() if names <= _INDEXING and n not in ends and _is_idle(n)}
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from retrograd.errors import Refusal
 from retrograd.facts import functions
-from retrograd.graph import joint, joint_graph, lazy
+from retrograd.graph import joint, joint_graph, lazy, view_calls
 from retrograd.graph.fx import OF_TORCH, is_higher_order, is_operator_overload
 from retrograd.graph.operator_effects import is_registered
 from retrograd.runtime.subclass import PLAIN
@@ -35,7 +35,7 @@ _DRAWING = ("run_and_save_rng_state", "run_with_rng_state")
 #: The dataclasses that we can write.
 _RECORDS: dict[str, Any] = {"Form": Form} | {
     cls.__name__: cls
-    for module in (joint, joint_graph, lazy)
+    for module in (joint, joint_graph, lazy, view_calls)
     for cls in vars(module).values()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
 }

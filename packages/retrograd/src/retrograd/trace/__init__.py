@@ -68,4 +68,5 @@ from retrograd.trace.graph_tracer import (
     tracer_here,
 )
 from retrograd.trace.input_guards import InputGuard, changed_sizes
+from retrograd.trace.view_calls import calls_between
 from retrograd.trace.watched import Watched, errors_uncaught

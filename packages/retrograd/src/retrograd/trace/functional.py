@@ -305,15 +305,19 @@ class ClosureTensors(TorchFunctionMode):
 
     A symbolic exponent is replaced by its value, which adds a guard.
 
+    Args:
+        lift: as above.
+        is_exact: whether results must be bitwise equal to eager's.
+
     Attributes:
         bared: tensors whose ``.data`` was read.
         strided: results of ``as_strided`` and similar calls, each with the tensor the call was made on.
         reads_offsets: whether anything depended on a tensor's storage offset.
     """
 
-    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], is_exact: bool = False) -> None:
         super().__init__()
-        self._lift = _outside_of_transforms(lift)
+        self._lift, self._is_exact = _outside_of_transforms(lift), is_exact
         self.bared: list[torch.Tensor] = []
         self.strided: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reads_offsets = False
@@ -342,7 +346,10 @@ class ClosureTensors(TorchFunctionMode):
         free = [leaf for leaf in given if _is_free(leaf)]
         if free:
             args, kwargs = pytree.tree_map(self._replaced, (args, kwargs))
-        result = _called(name, func, args, kwargs)
+        if self._is_exact and is_of_family("python_form_rounds", name):
+            result = _called_in_c(name, func, args, kwargs)
+        else:
+            result = _called(name, func, args, kwargs)
         if name in functions("offset"):
             self.strided.append((result, args[0] if args else kwargs["input"]))
         # An in-place operation must return the tensor object that the function holds: the function may store
@@ -377,10 +384,26 @@ def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_classes(*args, **kwargs)
     if name == "_assert_async" and len(args) == 1:  # torch drops an assertion without text: this is eager's
         args = (*args, "Expected Tensor with single nonzero value, but got zero")
-    if is_of_family("python_form_differs", name):
+    if is_of_family("python_form_differs", name) or (name == "dropout" and not _drops(*args, **kwargs)):
         with suppress(RuntimeError), no_python_dispatcher():  # some reject symbolic sizes
             return func(*args, **kwargs)
     return func(*args, **kwargs)
+
+
+def _called_in_c(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        with no_python_dispatcher():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        raise not_representable(f"the kernel of {name} takes no symbolic sizes") from error
+
+
+def _drops(
+    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> bool:
+    """Whether a dropout sets some elements to zero. Otherwise it draws nothing. In evaluation, and if `p` is
+    0, it returns its input itself; torch's Python form copies it."""
+    return bool(training and train and 0 < p < 1)
 
 
 def _check_classes(labels: torch.Tensor | None = None, num_classes: int = -1, **named: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class Watched(ClosureTensors):
     A call that cannot be traced runs eagerly, as does every later one.
 
     Args:
-        lift: as in `ClosureTensors`.
+        lift, is_exact: as in `ClosureTensors`.
         first: the run of the function's Python; None if an error of the trace abandons the run.
 
     Attributes:
@@ -45,8 +45,10 @@ class Watched(ClosureTensors):
 
     stopped: Exception | None
 
-    def __init__(self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None) -> None:
-        super().__init__(lift)
+    def __init__(
+        self, lift: Callable[[torch.Tensor], torch.Tensor], first: FirstRun | None, is_exact: bool
+    ) -> None:
+        super().__init__(lift, is_exact)
         self._first, self.stopped = first, None
 
     def __torch_function__(

@@ -29,7 +29,7 @@ from retrograd.graph.joint_graph import (
 )
 from retrograd.runtime.subclass import ATOMS, is_wrapper, layout_of, parts_of
 from retrograd.runtime.tensor import is_dense, lies_within, shares_elements, view_origin
-from retrograd.trace import Changes, is_traced, lost_layout, plain, storage_key
+from retrograd.trace import Changes, calls_between, is_traced, lost_layout, plain, storage_key
 
 if TYPE_CHECKING:
     from retrograd.aot.trace.enter import Inputs
@@ -224,9 +224,14 @@ class Analysis:
         if above is None:
             return replace(plan, made=made)
         assert isinstance(base, AliasOf)
-        if not _is_window(output, above):
+        numbers: list[int | SizeValue] = []
+        if (calls := calls_between(above, output, lambda n: numbers.append(self._size(n)))) is not None:
+            view = View(replay=calls, numbers=tuple(numbers), origin=view_origin(output))
+        elif _is_window(output, above):
+            view = self._by_strides(output, above, True)
+        else:
             raise not_representable("it returns a view of another one that it returns, by more than strides")
-        return AliasOf(self._by_strides(output, above, True), value=base.made, made=made)
+        return AliasOf(view, value=base.made, made=made)
 
     def _plan(self, output: Any) -> OutputPlan:
         if isinstance(output, (torch.SymInt, torch.SymFloat, torch.SymBool)):

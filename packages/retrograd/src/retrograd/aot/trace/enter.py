@@ -142,7 +142,8 @@ class Inputs:
         """
         first, seen = self.first, self._seen()
         is_retrace = first is not None and first.can_be_retraced
-        watched = Watched(self.found, None if is_retrace else first)
+        is_exact = not self.state.decompositions
+        watched = Watched(self.found, None if is_retrace else first, is_exact)
         try:
             with (
                 self.state.thread_modes.restored(),
