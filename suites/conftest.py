@@ -1,10 +1,11 @@
-"""What every test gets: one thread a process, fixed seeds, a report header.
+"""What every test gets: one thread a process, fixed seeds, no trace that nobody reads, a report header.
 
 In: pytest's own collection. Out: the same, with `gpu` tests left out on machines without one.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 
 # Before torch is imported: thread pools are sized once.
@@ -20,6 +21,7 @@ import torch
 torch.set_num_threads(1)
 
 SEED = 0
+TRACE_LOG = logging.getLogger("torch.__trace")
 
 
 def pytest_report_header() -> list[str]:
@@ -43,6 +45,22 @@ def _is_left_out(item: pytest.Item, are_marks_named: bool) -> bool:
     needs_gpu = item.get_closest_marker("gpu") and not torch.cuda.is_available()
     is_slow = item.get_closest_marker("slow") and not are_marks_named
     return bool(needs_gpu or is_slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _trace_nothing()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _trace_nothing()
+
+
+def _trace_nothing() -> None:
+    """Take pytest off torch's log for tlparse, which is always at its lowest level. A listener there makes
+    torch write down each graph, guard and size with its stack, which no user's run does."""
+    TRACE_LOG.handlers = [one for one in TRACE_LOG.handlers if not type(one).__module__.startswith("_pytest.")]
 
 
 @pytest.fixture(autouse=True)
