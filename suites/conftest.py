@@ -60,7 +60,9 @@ def pytest_runtest_call() -> None:
 def _trace_nothing() -> None:
     """Take pytest off torch's log for tlparse, which is always at its lowest level. A listener there makes
     torch write down each graph, guard and size with its stack, which no user's run does."""
-    TRACE_LOG.handlers = [one for one in TRACE_LOG.handlers if not type(one).__module__.startswith("_pytest.")]
+    TRACE_LOG.handlers = [
+        one for one in TRACE_LOG.handlers if not type(one).__module__.startswith("_pytest.")
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,10 @@ import torch
 from gradparity import finds
 from gradparity.case import Case
 from gradparity.corpus.base import Program
+from gradparity.executors import registry
 from gradparity.executors.inprocess import InProcess
+from gradparity.executors.local import Local
+from gradparity.executors.unit import RunUnit
 from gradparity.observe import observe
 from gradparity.oracles.evidence import Evidence, Reference
 from gradparity.outcome import Outcome
@@ -68,6 +71,19 @@ def bench() -> Bench:
 @pytest.fixture
 def hooked_body() -> Callable[[Probe], None]:
     return hooked
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Workers are forks of one process that imported torch. Those that import it themselves, as they do where
+    nothing else is asked for, are the subject of the tests of `Local`."""
+
+    def local(run_unit: RunUnit, processes: int, grace: float, memory: int | None, preload: object) -> Local:
+        return Local(run_unit, processes, grace, memory, ("torch", "torch._dynamo"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "Local", local)
+        yield
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """Conformance: levels, what a planted backend fails, the file, the badge, the comparison of two runs."""
 
+import functools
 import json
 import re
+import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree
@@ -31,6 +34,8 @@ from gradparity.conform.outcome import FAILED, PASSED, STOCKS, Conformance, Resu
 from gradparity.conform.run import minutes_for_all
 from gradparity.corpus.registry import corpus
 from gradparity.verdict import Row, Verdict
+
+pytestmark = pytest.mark.xdist_group("conform")
 
 CHOSEN = [
     ("op_db", "sin"),
@@ -85,13 +90,34 @@ def large(graph, inputs):
 """
 
 
+def begin(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Makes it a working folder with two wrong backends; few cases are chosen."""
+    (folder / "planted_backends.py").write_text(BACKENDS)
+    patch.chdir(folder)
+    patch.setattr(conform_run, "places", lambda: CHOSEN)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with two wrong backends, and a choice of few cases."""
-    (tmp_path / "planted_backends.py").write_text(BACKENDS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(conform_run, "places", lambda: CHOSEN)
+    begin(tmp_path, monkeypatch)
     return tmp_path
+
+
+Run = tuple[Ran, Conformance, Path]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The one run of a backend that all tests read: what it said, what it found, and its folder."""
+
+    @functools.cache
+    def once(backend: str) -> Run:
+        folder = tmp_path_factory.mktemp("conform")
+        with pytest.MonkeyPatch.context() as patch:
+            begin(folder, patch)
+            return *judged(backend, "out", "--report", "out.html"), folder
+
+    return once
 
 
 def conform(*words: str) -> Ran:
@@ -108,8 +134,8 @@ def failed(found: Conformance) -> dict[int, int]:
     return {level: n for level in range(len(LEVELS)) if (n := found.count(level)["failed"])}
 
 
-def test_gradients_that_are_one_percent_too_large_fail_level_1(home: Path) -> None:
-    result, found = judged("planted_backends.py:scaled", "out")
+def test_gradients_that_are_one_percent_too_large_fail_level_1(run_of: Callable[[str], Run]) -> None:
+    result, found, _ = run_of("planted_backends.py:scaled")
     assert (result.exit_code, found.reached) == (1, 0), result.output
     assert found.count(0) == {"passed": 1}
     assert failed(found)[1] == 2
@@ -125,9 +151,11 @@ def test_wrong_values_fail_level_0_beside_the_gradients_that_they_make_wrong(hom
     assert symptoms == {0: "values", 1: "grad-values"}
 
 
-def test_the_html_page_shows_the_levels(home: Path) -> None:
-    _, found = judged("planted_backends.py:scaled", "out", "--report", "out.html")
-    levels = Path("out.html").read_text().partition('<section id="levels">')[2].partition("</section>")[0]
+def test_the_html_page_shows_the_levels(run_of: Callable[[str], Run]) -> None:
+    _, found, folder = run_of("planted_backends.py:scaled")
+    levels = (
+        (folder / "out.html").read_text().partition('<section id="levels">')[2].partition("</section>")[0]
+    )
     assert found.describe() in levels
     lines = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr.*?</tr>", levels)[1:]]
     assert [line[0] for line in lines] == [str(number) for number in range(len(LEVELS))]
@@ -142,8 +170,8 @@ def test_dropped_hooks_fail_level_3_only(home: Path) -> None:
     assert "hook-count  scenarios::compiled_none_to_a_hooked_leaf" in result.stdout
 
 
-def test_a_stage_of_stock_passes_what_it_passes(home: Path) -> None:
-    result, found = judged("aot_eager", "out")
+def test_a_stage_of_stock_passes_what_it_passes(home: Path, run_of: Callable[[str], Run]) -> None:
+    result, found, _ = run_of("aot_eager")
     assert (result.exit_code, failed(found), found.reached) == (0, {}, 4), result.output
     assert [found.count(level) for level in range(5)] == [
         {"passed": 1},
@@ -164,11 +192,10 @@ def test_what_a_case_costs_is_a_remark(home: Path, monkeypatch: pytest.MonkeyPat
     assert "remark: MEMORY in" in result.stdout
 
 
-def test_two_runs_write_the_same_file_and_differ_in_nothing(home: Path) -> None:
-    texts = []
-    for out in ("one", "two"):
-        judged("planted_backends.py:scaled", out)
-        texts.append(Path(out, "conformance.json").read_text())
+def test_two_runs_write_the_same_file_and_differ_in_nothing(home: Path, run_of: Callable[[str], Run]) -> None:
+    shutil.copytree(run_of("planted_backends.py:scaled")[2] / "out", "one")
+    judged("planted_backends.py:scaled", "two")
+    texts = [Path(out, "conformance.json").read_text() for out in ("one", "two")]
     assert texts[0] == texts[1]
     head = json.loads(texts[0])
     assert (head["reached"], head["backend"], head["cases"]) == (0, "planted_backends.py:scaled", 6)
@@ -177,10 +204,9 @@ def test_two_runs_write_the_same_file_and_differ_in_nothing(home: Path) -> None:
     assert (result.exit_code, "fails now: 0" in result.stdout) == (0, True)
 
 
-def test_a_comparison_shows_what_broke_and_what_is_mended(home: Path) -> None:
-    judged("planted_backends.py:scaled", "wrong")
-    judged("aot_eager", "right")
-    files = ["right/conformance.json", "wrong/conformance.json"]
+def test_a_comparison_shows_what_broke_and_what_is_mended(run_of: Callable[[str], Run]) -> None:
+    wrong, right = (run_of(backend)[2] for backend in ("planted_backends.py:scaled", "aot_eager"))
+    files = [f"{folder}/out/conformance.json" for folder in (right, wrong)]
     result = conform("--compare", *files)
     assert (result.exit_code, "level reached: 4 → 0" in result.stdout) == (1, True)
     assert "fails now: 6" in result.stdout
@@ -301,10 +327,9 @@ def test_a_divergence_counts_at_the_level_that_it_belongs_to(symptom: str, case:
     assert level_of_symptom(symptom, case) == level
 
 
-def test_the_badge_says_the_level_and_the_version(home: Path) -> None:
+def test_the_badge_says_the_level_and_the_version(run_of: Callable[[str], Run]) -> None:
     for backend, said in (("aot_eager", "level 4 of 4"), ("planted:scale-grad", "level 0 of 4")):
-        judged(backend, "out")
-        root = ElementTree.fromstring(Path("out", "conformance.svg").read_text())
+        root = ElementTree.fromstring((run_of(backend)[2] / "out" / "conformance.svg").read_text())
         label, text = [item.text for item in root.iter("{http://www.w3.org/2000/svg}text")]
         assert label.startswith("gradparity, torch 2.")
         assert text == said

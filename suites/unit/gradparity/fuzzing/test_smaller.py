@@ -11,6 +11,7 @@ from gradparity.case import Case
 from gradparity.executors.unit import Lost, Message, Result, RunUnit, Started, Unit
 from gradparity.fuzz import Drawn, FuzzOptions, FuzzSummary, fuzz
 from gradparity.fuzzing import work
+from gradparity.fuzzing.find import Find
 from gradparity.fuzzing.smaller import Effort, smaller_unit
 from gradparity.fuzzing.work import fuzz_unit
 from gradparity.generate.draw import drawn_and_run
@@ -25,6 +26,13 @@ def campaign() -> FuzzSummary:
         "planted:scale-grad", seed=2, cases=1, processes=0, policies=("elementwise",), shrink_seconds=15.0
     )
     return fuzz(options, lambda state, entry: None)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Find:
+    """What the campaign finds where nothing ends a worker."""
+    (find,) = campaign().finds
+    return find
 
 
 class Ended(BaseException):
@@ -53,9 +61,9 @@ class Mortal:
             raise Ended
 
 
+@pytest.mark.xdist_group("smaller")
 @pytest.mark.parametrize("at", [1, 3, 20])
-def test_a_candidate_that_ends_its_worker_costs_that_candidate_only(monkeypatch, at: int) -> None:
-    (whole,) = campaign().finds
+def test_a_candidate_that_ends_its_worker_costs_that_candidate_only(whole, monkeypatch, at: int) -> None:
     mortal = Mortal(at)
     monkeypatch.setattr(loop, "executor", lambda *more: mortal)
     summary = campaign()
