@@ -351,7 +351,7 @@ def test_default_dtypes_of_two_threads_are_put_back() -> None:
 def test_layers_that_a_trace_takes_apart_are_run_again_so() -> None:
     """With symbolic sizes torch traces an LSTM step by step; run on real tensors, it is one node."""
     layer = nn.LSTM(3, 4)
-    call = aot.module(copy.deepcopy(layer), backend="eager", dynamic=True, strict=True)
+    call = aot.module(copy.deepcopy(layer), backend="aten", dynamic=True, strict=True)
     for length in (5, 6):
         x = leaf(length, 2, 3)
         for create_graph in (False, True):

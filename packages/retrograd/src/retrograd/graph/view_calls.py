@@ -1,6 +1,6 @@
 """The calls that make a view.
 
-In: ``aot.capture`` records them. Out: the same view of another tensor, with the autograd nodes
+In: calls that `trace.view_calls` recorded. Out: the same view of another tensor, with the autograd nodes
 that eager makes.
 """
 
