@@ -206,7 +206,7 @@ class _Attempt:
         self.inputs = inputs = Inputs(self.state, self.plan, tracer, self.first)
         with functional_mode(not self.state.decompositions, inputs.look_at):
             inputs.enter()
-            result = inputs.call()
+            result = inputs.call(self.options.separate_sums)
             # As a pytree node, a torch.Size would become a tuple.
             flat, self.out_spec = pytree.tree_flatten(result, lambda value: isinstance(value, torch.Size))
             flat = [*map(inputs.as_traced, flat)]

@@ -134,15 +134,14 @@ class Inputs:
             text = f"{line} catches errors of {operator}, which raises only when it runs"
             raise Refusal("error-caught", text)
 
-    def call(self) -> Any:
-        """Run the function, or retrace the calls that its first run recorded.
+    def call(self, is_exact: bool = False) -> Any:
+        """Run the function, or retrace the calls of its first run. `is_exact` as in `ClosureTensors`.
 
         Raises:
             Exception: the trace cannot go on, or the function raised it.
         """
         first, seen = self.first, self._seen()
         is_retrace = first is not None and first.can_be_retraced
-        is_exact = not self.state.decompositions
         watched = Watched(self.found, None if is_retrace else first, is_exact)
         try:
             with (
