@@ -26,11 +26,11 @@ class ViewCalls:
 
     def __call__(self, base: torch.Tensor, number: Any = None) -> torch.Tensor:
         """The view of `base`. `number` is called for each number that varies, in order."""
+
+        def filled(arg: Any) -> Any:
+            return number(arg) if arg is ... else arg
+
         for operator, args, options, index in self.calls:
-
-            def filled(arg: Any) -> Any:
-                return number(arg) if arg is ... else arg
-
             made = operator(base, *map_aggregate(args, filled), **map_aggregate(options, filled))
             base = made if index is None else made[index]
         return base

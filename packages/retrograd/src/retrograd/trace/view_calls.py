@@ -10,22 +10,9 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrograd.graph.operator_effects import Watch
 from retrograd.graph.view_calls import ViewCalls
-
-
-class _Recording(TorchDispatchMode):
-    """Inside, calls are recorded with their arguments and results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, made))
-        return made
 
 
 def calls_between(
@@ -53,18 +40,22 @@ def _calls(view: torch.Tensor) -> list[Any] | None:
     """The calls that made `view` from its base. None if the shape was changed in place afterwards."""
     if view._base is None:
         return None
-    recording = _Recording()
-    with torch.no_grad(), recording:
-        made = view._view_func_unsafe(view._base)
-    if _place(made) != _place(view):
-        return None
-    found = []
-    ends = [args[0] for _, args, _, _ in recording.calls[1:]] + [view]
-    for (operator, args, options, results), end in zip(recording.calls, ends, strict=True):
-        is_one = isinstance(results, torch.Tensor)
-        index = None if is_one else [*map(_place, results)].index(_place(end))
-        found.append((operator, tuple(args[1:]), dict(options), index))
-    return found
+    found: list[Any] = []
+    with torch.no_grad():
+        with Watch(lambda *call: found.append(call)):
+            made = view._view_func_unsafe(view._base)
+        if _place(made) != _place(view):
+            return None
+        ends = [args[0] for _, args, _ in found[1:]] + [view]
+        return [_written(call, _place(end)) for call, end in zip(found, ends, strict=True)]
+
+
+def _written(call: tuple[Any, Any, Any], place: list[str]) -> Any:
+    """As in `ViewCalls`, for the result that shows the memory as `place` says."""
+    operator, args, options = call
+    results = operator(*args, **options)
+    index = None if isinstance(results, torch.Tensor) else [*map(_place, results)].index(place)
+    return operator, tuple(args[1:]), dict(options), index
 
 
 def _place(tensor: torch.Tensor) -> list[str]:

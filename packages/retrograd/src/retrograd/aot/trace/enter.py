@@ -134,7 +134,7 @@ class Inputs:
             text = f"{line} catches errors of {operator}, which raises only when it runs"
             raise Refusal("error-caught", text)
 
-    def call(self, is_exact: bool = False) -> Any:
+    def call(self, is_exact: bool) -> Any:
         """Run the function, or retrace the calls of its first run. `is_exact` as in `ClosureTensors`.
 
         Raises:
