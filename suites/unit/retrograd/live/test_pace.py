@@ -126,6 +126,23 @@ def test_what_a_compiled_forward_brings_is_compiled_already(
     assert ("compiled-already" in str(retrograd.explain().notes)) == (runs == 0)
 
 
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_backward_with_more_compiled_functions_than_other_nodes_runs_on_the_engine(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Dynamo cuts a model at each layer: the live path would call each layer as Python code."""
+    monkeypatch.setattr(AtenBackend, "for_speed", True)
+    layer = retrograd.compile(lambda x: x.sin().cos(), backend="aten")
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        retrograd.counters["runs"] = 0
+        loss = layer(layer(x).exp()).sum()
+        for _ in range(nodes - 2):
+            loss = loss * 2
+        loss.backward()
+    assert retrograd.counters["runs"] == (nodes > 2)
+
+
 def test_the_report_says_that_backwards_are_measured_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtenBackend, "for_speed", True)
     x = torch.ones(2, requires_grad=True)
@@ -183,9 +200,12 @@ def test_one_call_that_was_quick_decides_nothing(monkeypatch: pytest.MonkeyPatch
     assert measured.disabled is not None
 
 
-def test_one_long_call_among_short_ones_ends_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [pace.STEADY, 8], ids=["the first that is measured", "later"])
+def test_one_long_call_among_short_ones_ends_no_measurement(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Garbage collection, or another process, may interrupt any call."""
-    compiled = [0.05] * 8 + [0.5] + [0.05] * 110
+    compiled = [0.05] * before + [0.5] + [0.05] * 110
     measured, _ = paced(policy.SHORT, monkeypatch, compiled, repeat(0.01))
     assert measured.disabled is not None
 

@@ -37,9 +37,9 @@ from retrograd.engine.graph_task import (
 from retrograd.engine.leaf_order import (
     OrderedLeaves,
     beginning_of,
+    is_mostly_compiled,
     last_turn,
     leads_to_parameter,
-    nodes_outside_regions,
     steps_in_turns,
     take_turns,
 )

@@ -114,15 +114,13 @@ def _names(nodes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(["" if node is None else node.name() for node in nodes])
 
 
-def nodes_outside_regions(request: EngineRequest) -> int | None:
-    """The number of nodes of `request` outside the functions that we compiled, without leaves and their
-    barriers; None if `request` has no such function."""
+def is_mostly_compiled(request: EngineRequest) -> bool:
+    """Whether at least half of the nodes of `request`, without leaves and their barriers, are functions that
+    we compiled. The live path would call each of these as Python code, and could compile only the others."""
     nodes = [node for node in nodes_below(map(edge_of, request.tensors)) if leaf_of(node) is None]
-    if not any(is_a(node, OrderedLeaves) for node in nodes):
-        return None
-    return sum(
-        not is_a(node, OrderedLeaves, LastOrderedLeaf) and node.name() != "AliasBackward0" for node in nodes
-    )
+    counted = [node for node in nodes if not is_a(node, LastOrderedLeaf) and node.name() != "AliasBackward0"]
+    compiled = sum(is_a(node, OrderedLeaves) for node in nodes)
+    return compiled > 0 and 2 * compiled >= len(counted)
 
 
 def _turns_of(node: Any) -> tuple[int, ...]:

@@ -22,9 +22,9 @@ from retrograd.engine import (
     LiveBackward,
     answering,
     beginning_of,
+    is_mostly_compiled,
     is_small,
     names_of_nodes,
-    nodes_outside_regions,
     plans_under_way,
     replace_cpp_hooks,
     run_in_graph_task,
@@ -53,9 +53,6 @@ _Paces = dict[Hashable, Pace]
 _paces = Recent[_Paces](64)
 #: We measure whether compiling pays for this many kinds of backwards. Further kinds are always compiled.
 KEPT_PACES = 64
-
-#: A backward with at most this many nodes outside a compiled forward's backward is not worth capturing.
-TOO_FEW = 1
 
 #: Give up capturing after this many new structures. This many backwards of a known structure cancel one new
 #: one.
@@ -124,8 +121,7 @@ class Session:
         pace = self._paces.get(names)
         if pace is None and len(self._paces) < KEPT_PACES:
             pace = self._paces[names] = Pace(f"the backward below {', '.join(names[0])}", "live.run")
-            outside = nodes_outside_regions(asked)
-            if outside is not None and outside <= TOO_FEW:
+            if is_mostly_compiled(asked):
                 pace.disabled = _COMPILED_ALREADY
         return pace
 
@@ -382,7 +378,7 @@ _MEASURED = _reason(
 
 _COMPILED_ALREADY = _reason(
     "compiled-already",
-    "besides the backward of a compiled forward there is at most one node: torch's engine runs it",
+    "at least half of the backward is that of a compiled forward: torch's engine runs it",
 )
 
 _NO_STATE = _reason(

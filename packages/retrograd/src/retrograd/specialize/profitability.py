@@ -70,12 +70,12 @@ class Pace:
         if not is_calm:
             self._samples = {True: [], False: []}
         elif self._calm > STEADY:
-            is_long = seconds > self._short and not self._samples[is_compiled]  # later, it is an exception
+            self._samples[is_compiled].append(seconds)
+            compiled = self._samples[True]
+            is_long = len(compiled) == SAMPLES // 2 and min(compiled) > self._short
             if is_long or torch.are_deterministic_algorithms_enabled():
                 self._is_decided = True
-                return
-            self._samples[is_compiled].append(seconds)
-            if min(map(len, self._samples.values())) >= SAMPLES:
+            elif min(map(len, self._samples.values())) >= SAMPLES:
                 self._decide()
 
     def _decide(self) -> None:
