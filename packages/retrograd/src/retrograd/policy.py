@@ -94,8 +94,6 @@ MOST_WAITS = 4
 #: After this many recordings, if fewer than one in `RARE` calls was a replay, we stop recording. The number
 #: of calls between two recordings doubles each time: if inputs move, recording costs more than it saves.
 TRIED, RARE = 5, 4
-#: If so many recordings differ only in small inputs that other recordings produce, we copy these.
-ALTERNATIVES = 2
 #: For this many replays, we check whether a copied input now comes from a recording.
 FIRST_REPLAYS = 8
 #: How often a function is recorded again because others were recorded later but are called earlier. From the

@@ -32,7 +32,6 @@ from retrograd.errors import Reason, Refusal, first_line
 from retrograd.events import counters
 from retrograd.graph.emit import Boxed
 from retrograd.policy import (
-    ALTERNATIVES,
     FIRST_REPLAYS,
     MOST_AT_ONCE,
     MOST_INVERSIONS,
@@ -274,9 +273,9 @@ class GraphedCall:
         return {i: address for i, address in found.items() if address in there}
 
     def _copy_alternating(self, inputs: list[Any], sizes: Sequence[int], given: Collection[int]) -> None:
-        """Copy small inputs if only they differ from those of several recordings, and other recordings
-        produce them: for example, if a model skips layers at random, so that a layer has other ones before it
-        in each step. One more recording for each would hold its results once more."""
+        """Copy small inputs if only they differ from those of a recording, and other recordings produce them:
+        for example, if a model skips layers at random, so that a layer has other ones before it in each step.
+        One more recording would hold its results once more."""
         if not self._repeats:
             return
         there, moving = self._program.given(), set(given).difference(self._results)
@@ -289,7 +288,7 @@ class GraphedCall:
             and moved
             and not one.results.is_saved_held()
         ]
-        if len(found) >= ALTERNATIVES:
+        if found:
             self._history.alternate(set().union(*found), sizes)
 
     def _is_of_plain_forward(self, inputs: Sequence[Any]) -> bool:
