@@ -13,6 +13,7 @@ right time.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ class RegionNode(OrderedLeaves):
     """The autograd node of one region.
 
     Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode),
-    ``carried`` (values for a later backward, see `aot.run.pruned`) and ``numbers``. The record
+    ``carried`` (values for a later backward, see `aot.run.pruned`), ``results`` and ``numbers``. The record
     and the values are released with the saved tensors; ``numbers`` is not. It holds saved values that are
     not tensors, or all saved values if eager's nodes free nothing.
     """
@@ -54,6 +55,7 @@ class RegionNode(OrderedLeaves):
         """Save what the backward needs, and return the values."""
         ctx.run, ctx.numbers, ctx.replay_record, ctx.turns = backward, numbers, replay_record, turns
         ctx.meeting = ctx.carried = None
+        ctx.results = [weakref.ref(value) for value in values]
         ctx.materialize_grads = False
         ctx.to_save = saved
         return values

@@ -5,19 +5,21 @@ gradient. Out: the gradients that arrive at nodes of that graph in a later backw
 them in the right places. Eager has one graph for both runs, and adds at each node before a gradient flows on.
 
 The nodes of the re-run are newer, so the engine reaches them first. We collect their gradients and leave
-them undefined gradients, from which torch's own nodes compute nothing.
+them undefined gradients, from which torch's own nodes compute nothing. What arrives at a result of the call
+must reach the result that the caller got, with its hooks. So a gradient's history also leads to a node of
+ours, a `Delivery`, which is older than the re-run: the engine comes to it when the re-run's nodes are done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from retrograd.aot.trace.backward import RegionInterpreter, added
-from retrograd.engine import backward_number, will_execute
+from retrograd.engine import backward_number, edge_of, nodes_below, will_execute
 from retrograd.graph.eager_order import Edge
 
 Grads = Sequence[torch.Tensor | None]
@@ -42,27 +44,91 @@ class Meeting:
                 kept[edge] = added(kept.get(edge), grad)
         return (None,) * len(grads)
 
+    def take(self, edge: Edge) -> torch.Tensor | None:
+        """What has arrived at `edge` in this backward, which then flows on elsewhere."""
+        return self._arrived.get(backward_number(), {}).pop(edge, None)
+
     def arrived(self) -> Mapping[Edge, torch.Tensor]:
         """What has arrived in this backward. Later gradients flow through the re-run's nodes."""
         self._last = backward_number()
         return self._arrived.pop(self._last, {})
 
 
-def meet(ctx: Any, walk: RegionInterpreter) -> None:
-    """Collect gradients at the nodes of `walk`, and of the regions below, for the nodes of the call. `ctx` is
-    the context of the walked region."""
-    waiting, seen = [ctx], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if (
-            one is None
-            or getattr(one, "replay_record", None) is not ctx.replay_record
-            or one.run.number in seen
-        ):
-            continue
-        seen.add(one.run.number)
-        one.meeting = one.meeting or Meeting()
-        for index in walk.structure.regions[one.run.number].nodes:
-            handle = walk.graph.nodes[index].handle
-            handle.register_prehook(partial(one.meeting.keep, one, index))
-        waiting += [below for below, _ in one.next_functions]
+class Delivery(torch.autograd.Function):
+    """Hands what arrived at a result of a re-run to that result of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, meeting: Meeting, result: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor behind this node. ``edge``, of the re-run, is set later."""
+        ctx.set_materialize_grads(False)
+        ctx.meeting, ctx.edge = meeting, None
+        return torch.empty(0, dtype=result.dtype, device=result.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> tuple[None, torch.Tensor | None]:
+        """Return what arrived."""
+        return None, ctx.meeting.take(ctx.edge)
+
+
+class Link(torch.autograd.Function):
+    """A gradient, with a history that leads to deliveries as well."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *deliveries: torch.Tensor) -> torch.Tensor:
+        """Return an alias of the gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.count = len(deliveries)
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Pass the gradient on."""
+        return grad, *(None,) * ctx.count
+
+
+class Meetings:
+    """The meetings of a re-run, whose gradients have a history.
+
+    Make it before the function runs again. `meet` connects it with the re-run's graph, and `linked` the
+    gradients with the results of the call.
+
+    Args:
+        ctx: the context of the region that is run again.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        self._contexts: dict[int, Any] = {}
+        #: by the boundary of a result: an empty tensor with a `Delivery` as its node.
+        self._deliveries: dict[int, torch.Tensor] = {}
+        self._by_node: dict[Any, torch.Tensor] = {}
+        waiting = [ctx]
+        while waiting:
+            one = waiting.pop()
+            if one is None or getattr(one, "replay_record", None) is not ctx.replay_record:
+                continue
+            if one.run.number not in self._contexts:
+                self._contexts[one.run.number] = one
+                one.meeting = one.meeting or Meeting()
+                for slot, root in enumerate(one.run.roots):
+                    result = one.results[slot]()
+                    if result is not None and edge_of(result) == (one, slot):
+                        self._deliveries[root] = Delivery.apply(one.meeting, result)
+                waiting += [below for below, _ in one.next_functions]
+
+    def meet(self, walk: RegionInterpreter) -> None:
+        """Collect gradients at the nodes of `walk` for the nodes of the call."""
+        for number, one in self._contexts.items():
+            for index in walk.structure.regions[number].nodes:
+                handle = walk.graph.nodes[index].handle
+                handle.register_prehook(partial(one.meeting.keep, one, index))
+        for root, delivery in self._deliveries.items():
+            edge = walk.structure.boundaries[root]
+            cast(Any, delivery.grad_fn).edge = edge
+            self._by_node[walk.graph.nodes[edge.node].handle] = delivery
+
+    def linked(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """`grad`, with a history that leads to the results of the call whose nodes it depends on."""
+        if grad is None or not grad.requires_grad or not self._by_node:
+            return grad
+        found = [self._by_node[node] for node in nodes_below([edge_of(grad)]) if node in self._by_node]
+        return cast(torch.Tensor, Link.apply(grad, *found)) if found else grad

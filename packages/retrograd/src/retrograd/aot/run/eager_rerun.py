@@ -19,7 +19,7 @@ from torch import nn
 
 from retrograd.aot.extraction import gradients_of, primals_read
 from retrograd.aot.modules import FlatCall
-from retrograd.aot.run.contributions import meet
+from retrograd.aot.run.contributions import Meetings
 from retrograd.aot.trace.backward import RegionInterpreter
 from retrograd.aot.trace.enter import enter_as
 from retrograd.aot.trace.structure import Structure, divide
@@ -130,6 +130,9 @@ def rerun_region(
         raise error
     differentiable = torch.is_grad_enabled()
     inlined = not joint.reenters or (wanted is None and not differentiable)
+    has_functions = any(region.has_functions for region in joint.signature.regions)
+    # a custom Function would receive zeros
+    meetings = Meetings(ctx) if differentiable and not has_functions else None
     second = partial(_second_run, joint, number, call, restore_saved, differentiable, inlined)
     walk, outputs = second()
     if walk is None and joint.state.uses_python_forms:
@@ -138,9 +141,8 @@ def rerun_region(
     if walk is not None and wanted is not None:
         refuse_reentry(walk.graph.nodes[index].handle for index in walk.leading_to(wanted))
 
-    has_functions = any(region.has_functions for region in joint.signature.regions)
-    if walk is not None and differentiable and not has_functions:  # a custom Function would receive zeros
-        meet(ctx, walk)
+    if walk is not None and meetings is not None:
+        meetings.meet(walk)
 
     def run(walk: RegionInterpreter) -> dict[Destination, Any]:
         with torch.set_grad_enabled(differentiable):
@@ -152,7 +154,8 @@ def rerun_region(
     if not inlined and walk is not None:  # a checkpoint gives no gradient to tensors that it closes over
         found = dict.fromkeys(destinations) | found
     made = _as_divided(found, destinations, joint.state.name)
-    return [made[there] for there in destinations]
+    gradients = [made[there] for there in destinations]
+    return gradients if meetings is None else [meetings.linked(grad) for grad in gradients]
 
 
 def _second_run(
