@@ -570,3 +570,25 @@ def test_views_of_views_whose_gradients_meet_at_the_argument_only_are_captured(r
         return x * 2, x.mT, x.unsqueeze(0).transpose(0, 1), x[rows].unsqueeze(0).mT, x.split(1)[1]
 
     agree_by_grad(fn, strict=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "show",
+    [repr, str, "{}".format, "%s".__mod__, lambda x: f"{x!r} {[x]}"],
+    ids=["repr", "str", "format", "percent", "in a list"],
+)
+def test_a_function_that_prints_gets_the_text_of_a_real_tensor(
+    show: Callable[[Tensor], str], dynamic: bool
+) -> None:
+    said: list[tuple[str, str]] = []
+
+    def run(x: Tensor) -> Tensor:
+        y = x * 2
+        said.append((show(x), show(y)))
+        return y
+
+    for call in (run, *[aot.function(run, backend="eager", dynamic=dynamic)] * 2):
+        call(torch.ones(2, requires_grad=True))
+    assert "tensor([1., 1.], requires_grad=True)" in said[0][0]
+    assert said == [said[0]] * 3

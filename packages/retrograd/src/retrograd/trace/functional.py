@@ -297,6 +297,7 @@ _CHANGES = {
 _LIFT = torch.ops.aten.lift_fresh.default
 #: `torch.tensor` calls it for a symbolic number. It does nothing to a tensor without history.
 _DETACH = torch.Tensor.detach_
+_TEXT = "torch._subclasses.functional_tensor:FunctionalTensor.__repr__"
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -371,6 +372,7 @@ class ClosureTensors(TorchFunctionMode):
         self._around = ExitStack()
         handled = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
         self._around.enter_context(handled)
+        self._around.enter_context(handled_here(_TEXT, lambda _, tensor: torch.Tensor.__repr__(tensor)))
         self._around.enter_context(around_collecting(self.collecting))
         return super().__enter__()
 
