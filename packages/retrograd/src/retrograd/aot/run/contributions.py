@@ -101,6 +101,8 @@ class Meetings:
         #: by the boundary of a result: an empty tensor with a `Delivery` as its node.
         self._deliveries: dict[int, torch.Tensor] = {}
         self._by_node: dict[Any, torch.Tensor] = {}
+        #: where the search for them ends.
+        self._ends = set[Any]()
         waiting = [ctx]
         while waiting:
             one = waiting.pop()
@@ -125,10 +127,24 @@ class Meetings:
             edge = walk.structure.boundaries[root]
             cast(Any, delivery.grad_fn).edge = edge
             self._by_node[walk.graph.nodes[edge.node].handle] = delivery
+        self._ends = {walk.graph.nodes[index].handle for index in walk.primals} | self._by_node.keys()
 
-    def linked(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """`grad`, with a history that leads to the results of the call whose nodes it depends on."""
-        if grad is None or not grad.requires_grad or not self._by_node:
-            return grad
-        found = [self._by_node[node] for node in nodes_below([edge_of(grad)]) if node in self._by_node]
-        return cast(torch.Tensor, Link.apply(grad, *found)) if found else grad
+    def linked(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients; the history of each leads to the results of the call whose nodes it depends on."""
+        edges = [None if grad is None else edge_of(grad) for grad in grads]
+        above: dict[Any, list[Any]] = {}
+        for node in nodes_below([edge for edge in edges if edge is not None], self._ends):
+            for below, _ in () if node in self._ends else node.next_functions:
+                above.setdefault(below, []).append(node)
+        found: list[list[torch.Tensor]] = [[] for _ in grads]
+        for node, delivery in self._by_node.items():
+            leading, waiting = {node}, [node]
+            for one in waiting:  # the loop appends to the list
+                new = set(above.get(one, ())) - leading
+                leading |= new
+                waiting += new
+            for deliveries, edge in zip(found, edges, strict=True):
+                if edge is not None and edge[0] in leading:
+                    deliveries.append(delivery)
+        pairs = zip(grads, found, strict=True)
+        return [Link.apply(grad, *deliveries) if deliveries else grad for grad, deliveries in pairs]

@@ -155,7 +155,7 @@ def rerun_region(
         found = dict.fromkeys(destinations) | found
     made = _as_divided(found, destinations, joint.state.name)
     gradients = [made[there] for there in destinations]
-    return gradients if meetings is None else [meetings.linked(grad) for grad in gradients]
+    return gradients if meetings is None else meetings.linked(gradients)
 
 
 def _second_run(
