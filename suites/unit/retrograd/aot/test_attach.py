@@ -160,7 +160,7 @@ def nested_in_a_hook(
     seen: list[object] = []
     losses = [within(inner(leaves)).sum()] if made_before else []
 
-    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    @torch.enable_grad()
     def hook(number: int, grad: torch.Tensor) -> None:
         seen.append(number)
         if number == where and not seen.count("nested"):
