@@ -147,6 +147,52 @@ def test_leaves_have_their_own_numbers_after_an_error() -> None:
         assert numbers(leaves) == [0] * len(kept)
 
 
+def nested_in_a_hook(
+    compile_it: Callable[..., Callable[[Leaves], torch.Tensor]],
+    inner: Callable[[Leaves], Leaves],
+    where: int,
+    made_before: bool,
+    how: str,
+) -> list[object]:
+    """The order of leaf hooks if the hook of one leaf differentiates through some of the leaves too."""
+    leaves = [torch.full((2,), 0.5 + number / 16, requires_grad=True) for number in range(12)]
+    outer, within = compile_it(products), compile_it(ordered)
+    seen: list[object] = []
+    losses = [within(inner(leaves)).sum()] if made_before else []
+
+    @torch.enable_grad()
+    def hook(number: int, grad: torch.Tensor) -> None:
+        seen.append(number)
+        if number == where and not seen.count("nested"):
+            seen.append("nested")
+            loss = losses.pop() if losses else within(inner(leaves)).sum()
+            if how == "backward":
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, leaves[2:10])
+            seen.append("over")
+
+    for number, leaf in enumerate(leaves):
+        leaf.register_hook(functools.partial(hook, number))
+    outer(leaves).sum().backward()
+    return [*seen, *numbers(leaves)]
+
+
+@pytest.mark.parametrize(("made_before", "how"), [(False, "backward"), (True, "grad")])
+@pytest.mark.parametrize(
+    "inner",
+    [lambda a: a, lambda a: a[2:], lambda a: a[:10], lambda a: [(a[0] * 2).detach().requires_grad_(), *a]],
+    ids=["the same", "later", "earlier", "more"],
+)
+def test_a_backward_in_a_hook_of_a_leaf_leaves_the_others_their_turns(
+    inner: Callable[[Leaves], Leaves], made_before: bool, how: str
+) -> None:
+    compiled = functools.partial(aot.function, backend="eager", strict=True)
+    for where in (1, 5, 9, 11):
+        args = inner, where, made_before, how
+        assert nested_in_a_hook(compiled, *args) == nested_in_a_hook(lambda fn: fn, *args)
+
+
 def test_a_node_that_is_called_by_hand_gives_its_gradients() -> None:
     leaves = [torch.randn(3, requires_grad=True) for _ in range(10)]
     out = aot.function(ordered, backend="eager", strict=True)(leaves)

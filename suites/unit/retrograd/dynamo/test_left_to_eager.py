@@ -278,6 +278,43 @@ def test_a_function_mode_reaches_what_is_kept_whole(name, modes):
         assert trained(fast) == trained(lambda x: INSIDE[name](x) * 3)
 
 
+REENTRANT = {
+    "with_an_input_that_needs_no_gradient": lambda f, x: checkpoint(f, x.detach(), use_reentrant=True) * x,
+    "by_default": lambda f, x: checkpoint(f, x.detach()) * x,
+    "by_default_and_with_an_input_that_needs_one": lambda f, x: checkpoint(f, x),
+    "with_inputs_in_a_list": lambda f, x: checkpoint(lambda xs: f(xs[0]), [x], use_reentrant=True) * x,
+    "without_inputs": lambda f, x: checkpoint(lambda: f(x), use_reentrant=True) * x,
+    "with_an_option_of_others": lambda f, x: checkpoint(f, x, use_reentrant=True, debug=True),
+    "with_a_context_of_others": lambda f, x: checkpoint(f, x, use_reentrant=True, context_fn=lambda: None),
+    "with_an_argument_by_name": lambda f, x: checkpoint(f, input=x, use_reentrant=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REENTRANT)
+def test_a_reentrant_checkpoint_differentiates_through_its_own_arguments_only(name):
+    """What it reads in another way has a gradient in its backward, which runs if an argument requires
+    grad."""
+
+    def trained(compile_it):
+        torch.manual_seed(0)
+        layer, x, seen = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True), []
+        fast = compile_it(lambda x: REENTRANT[name](layer, x).sum())
+        for run in ("backward", "grad"):
+            try:
+                loss = fast(x)
+                if run == "backward":
+                    loss.backward()
+                else:
+                    torch.autograd.grad(loss, x)
+            except (RuntimeError, ValueError) as error:
+                seen.append(str(error).split(".")[0])
+            seen += [None if t.grad is None else t.grad.tolist() for t in (layer.weight, layer.bias, x)]
+        return seen
+
+    assert trained(compiled) == trained(lambda fn: fn)
+
+
 def test_a_default_device_reaches_a_checkpoint():
     fast = compiled(lambda x: checkpoint(lambda t: torch.arange(3), x, use_reentrant=False))
     with torch.device("meta"):

@@ -11,7 +11,8 @@ its backward mutates, what it reads at run time, a second derivative, and eager'
 In: each checkpoint that Dynamo traces for such a backend. Out: a graph break around those that change a
 tensor in place, such as the statistics of a batch norm in training, and those that draw random numbers
 without ``preserve_rng_state``. When eager's backward runs the function a second time, the function makes the
-change again, and draws other numbers; a graph does both only once.
+change again, and draws other numbers; a graph does both only once. The graph also breaks around a reentrant
+checkpoint none of whose arguments requires grad, because Dynamo makes arguments of what its code reads.
 
 In: each call of ``addcdiv``, ``addcmul_`` and the like that Dynamo traces for such a backend. Out: one node
 of its graph for each. A product and a sum in two operations round differently from the one kernel that eager
@@ -45,7 +46,7 @@ from retrograd.facts import functions
 from retrograd.facts.patches import handle, hidden_from_dynamo
 from retrograd.graph.operator_effects import Watch, asynchronous_refused
 from retrograd.runtime.tensor import storage_of, tensors_in
-from retrograd.trace import any_changed, fake_mode_of, functional_mode, to_functional
+from retrograd.trace import any_changed, fake_mode_of, functional_mode, is_reentrant, to_functional
 
 #: types of arguments that are constants
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -179,32 +180,51 @@ def _names_hold(reading: PurityAnalysis, builder: Any, guard: Guard) -> None:
 
 # checkpoints
 
+#: the options that a reentrant checkpoint takes too
+_TAKEN_BY_ALL = "use_reentrant", "preserve_rng_state"
+
 
 def _checkpoint(original: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Replaces Dynamo's translation of ``checkpoint(...)``."""
     if _is_in_function_mode(tx) and keeps_eager(tx):
         lost = "A function mode, or a default device, is active. What is inside would be traced without it."
         break_graph("checkpoint in a function mode", "torch.utils.checkpoint.checkpoint", lost)
+    named = {*kwargs}.difference(_TAKEN_BY_ALL)
     try:
         result = original(variable, tx, args, kwargs)
     except NotImplementedError as error:
         if not keeps_eager(tx):
             raise
         break_graph("checkpoint that Dynamo does not know", "torch.utils.checkpoint.checkpoint", str(error))
-    if torch.is_grad_enabled() and keeps_eager(tx) and (why := _why_not_repeatable(tx)) is not None:
+    if keeps_eager(tx) and (why := _why_not_in_graph(tx, args[1:], named)) is not None:
         break_graph("checkpoint that cannot be repeated", "torch.utils.checkpoint.checkpoint", why)
     return result
 
 
-def _why_not_repeatable(tx: Any) -> str | None:
-    """Why the checkpoint that was traced last does something else in its second run; None if it does not."""
+def _why_not_in_graph(tx: Any, given: Sequence[Any], named: set[str]) -> str | None:
+    """Why eager runs the checkpoint that was traced last otherwise than a graph does; None if it does not."""
     graph: fx.Graph = tx.output.current_tracer.graph
     *_, node = graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+    if is_reentrant(node) and named:
+        return "A reentrant checkpoint takes no argument by name. It raises an error."
+    if not torch.is_grad_enabled():
+        return None
     body, *inputs = node.args
-    assert isinstance(body, fx.Node)
-    assert isinstance(body.target, str)
-    module = tx.output.nn_modules[body.target]
     examples = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in inputs]
+    tensors = [one for one in given if isinstance(one, TensorVariable)]
+    reads = any(map(_is_differentiable, examples))  # the arguments, and what its code reads otherwise
+    if is_reentrant(node) and reads and not any(one.requires_grad for one in tensors):
+        return "It is reentrant and no argument requires grad. So what it reads gets no gradient."
+    return _why_not_repeatable(tx, node, body, examples)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _why_not_repeatable(tx: Any, node: fx.Node, body: Any, examples: Sequence[Any]) -> str | None:
+    """Why a checkpoint does something else in its second run; None if it does not."""
+    module = tx.output.nn_modules[body.target]
     called: list[Any] = []
     try:
         with tx.fake_mode, torch.no_grad(), functional_mode(), Watch(lambda func, *_: called.append(func)):

@@ -10,6 +10,9 @@ ours, `LastOrderedLeaf`. The engine runs that node after the other leaves. The n
 a leaf that still waits for another gradient has the largest number when that arrives. Numbers that
 `LastOrderedLeaf` could not restore are restored at the end of the backward.
 
+A hook of a leaf may run another backward through the same leaves, while some are in the heap of the outer
+one. The inner backward changes numbers only if its own order requires it, and restores the outer's.
+
 A leaf's node is shared by all graphs that reach it. If two threads differentiate through the same leaves at
 the same time, leaf hooks may run in another order on one of them.
 
@@ -47,7 +50,7 @@ class LastOrderedLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Restore the sequence numbers of the other leaves."""
-        _take_back(ctx.others)
+        _restore(torch._C._current_graph_task_id(), ctx.others)
         return grad
 
 
@@ -55,38 +58,53 @@ class LastOrderedLeaf(torch.autograd.Function):
 last_turn = entry_of(LastOrderedLeaf)
 
 
+#: by graph task, the numbers that leaves had before they took turns in it
+_numbers: dict[int, dict[Any, int]] = {}
+
+
 class _WhenAllIsOver:
     """Restores numbers at the end of the graph task that holds it, if `LastOrderedLeaf` has not run: it was
-    not needed, or a hook raised. Both share one list, from which `LastOrderedLeaf` removes what it
-    restores."""
+    not needed, or a hook raised."""
 
-    def __init__(self, leaves: list[Any]) -> None:
-        self._leaves = leaves
+    def __init__(self, task: int) -> None:
+        self._task = task
 
     def __call__(self) -> None:
         """The graph task calls this before it releases the object."""
 
     def __del__(self) -> None:
-        _take_back(self._leaves)
+        _restore(self._task, list(_numbers[self._task]))
+        del _numbers[self._task]
 
 
-def _take_back(leaves: list[Any]) -> None:
-    """Give these leaves' nodes the number that all leaves have, and empty the list."""
-    while leaves:
-        leaves.pop()._set_sequence_nr(ACCUMULATES)
+def _restore(task: int, leaves: Iterable[Any]) -> None:
+    """Restore the numbers that these leaves' nodes had before the graph task."""
+    numbers = _numbers.get(task, {})
+    others = [other for other in [*_numbers.values()] if other is not numbers]
+    for leaf in leaves:
+        if (number := numbers.pop(leaf, None)) is not None:
+            in_turn = others and any(leaf in other for other in others)
+            leaf._set_sequence_nr(number if in_turn else ACCUMULATES)
 
 
 def take_turns(ctx: Any) -> None:
     """Make the engine, which runs the backward of `ctx`, run the leaves at ``ctx.turns`` in this order. We do
     nothing inside a plan, which knows the order, or if the user calls the node, when there is no order."""
-    if not issubclass(type(ctx), BackwardCFunction) or torch._C._current_graph_task_id() == -1:
+    task = torch._C._current_graph_task_id()
+    if not issubclass(type(ctx), BackwardCFunction) or task == -1:
         return
-    below = ctx.next_functions
+    if task not in _numbers:
+        _numbers[task] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(_WhenAllIsOver(task))
+    below, numbers, is_alone = ctx.next_functions, _numbers[task], len(_numbers) == 1
     *leaves, last = [below[edge][0] for edge in ctx.turns]
-    for turn, leaf in enumerate(leaves):
-        leaf._set_sequence_nr(ACCUMULATES - turn)
+    number = ACCUMULATES + 1
+    for leaf in leaves:
+        before = ACCUMULATES if is_alone and leaf not in numbers else leaf._sequence_nr()
+        numbers.setdefault(leaf, before)
+        number = min(number - 1, before)
+        leaf._set_sequence_nr(number)
     last.others = leaves
-    torch.autograd.Variable._execution_engine.queue_callback(_WhenAllIsOver(leaves))
 
 
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:

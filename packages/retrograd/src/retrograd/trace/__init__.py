@@ -9,6 +9,7 @@ from retrograd.trace.activation_checkpoint import (
     checkpoints_inlined,
     checkpoints_marked,
     draws_repeated,
+    is_reentrant,
     run_graph,
 )
 from retrograd.trace.blocks import (

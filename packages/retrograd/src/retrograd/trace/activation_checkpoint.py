@@ -9,7 +9,7 @@ random numbers. The metadata of a graph module's nodes is copied to the nodes tr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,7 +235,7 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = 
     graph calls functions to enter and leave transforms of ``torch.func``. If a call in between raises, we
     close the open ones.
     """
-    if get_proxy_mode() is None and not any(map(_reenters, gm.graph.nodes)):
+    if get_proxy_mode() is None and not any(map(is_reentrant, gm.graph.nodes)):
         with draws_repeated():
             return gm(*args)
     interpreter = _Interpreter(gm, graph)
@@ -249,8 +249,14 @@ def run_graph(gm: fx.GraphModule, args: Sequence[Any], graph: fx.Graph | None = 
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
-def _reenters(node: fx.Node) -> bool:
-    return node.target is tag_activation_checkpoint and bool(node.kwargs.get("use_reentrant"))
+def is_reentrant(node: fx.Node) -> bool:
+    """Whether a node is a reentrant checkpoint, which is torch's default."""
+    return node.target is tag_activation_checkpoint and _reenters(node.kwargs)
+
+
+def _reenters(options: Mapping[str, Any]) -> bool:
+    chosen = options.get("use_reentrant")
+    return chosen is None or bool(chosen)
 
 
 class _Interpreter(fx.Interpreter):
@@ -280,7 +286,7 @@ class _Interpreter(fx.Interpreter):
         body, *inputs = args
         contexts = body.meta.get("_checkpoint_context_fn")
         repeats_draws = kwargs.get("preserve_rng_state", True)
-        if kwargs.get("use_reentrant"):
+        if _reenters(kwargs):
             return CheckpointFunction.apply(_Interpreter(body).run, repeats_draws, *inputs)
         with _marked(inputs, repeats_draws, contexts, CheckpointPolicy.PREFER_RECOMPUTE):
             return _Interpreter(body).run(*inputs)
