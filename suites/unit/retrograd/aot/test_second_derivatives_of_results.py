@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Results]] = {
     "an argument of another": lambda x, w: (a := x * 2, a * w.sum()),
     "returned twice": lambda x, w: (y := torch.exp(x * w.sum()), y),
     "with a view of it": lambda x, w: (y := torch.exp(x + w), y.t()),
+    "two of one node": lambda x, w: (*torch.linalg.qr(x @ w + 3 * torch.eye(3)),),
     "not saved": lambda x, w: (torch.exp(x) * 1 + w,),
 }
 

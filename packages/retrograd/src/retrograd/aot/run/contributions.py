@@ -100,7 +100,7 @@ class Meetings:
         self._contexts: dict[int, Any] = {}
         #: by the boundary of a result: an empty tensor with a `Delivery` as its node.
         self._deliveries: dict[int, torch.Tensor] = {}
-        self._by_node: dict[Any, torch.Tensor] = {}
+        self._by_node: dict[Any, list[torch.Tensor]] = {}
         #: where the search for them ends.
         self._ends = set[Any]()
         waiting = [ctx]
@@ -126,7 +126,7 @@ class Meetings:
         for root, delivery in self._deliveries.items():
             edge = walk.structure.boundaries[root]
             cast(Any, delivery.grad_fn).edge = edge
-            self._by_node[walk.graph.nodes[edge.node].handle] = delivery
+            self._by_node.setdefault(walk.graph.nodes[edge.node].handle, []).append(delivery)
         self._ends = {walk.graph.nodes[index].handle for index in walk.primals} | self._by_node.keys()
 
     def linked(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -137,7 +137,7 @@ class Meetings:
             for below, _ in () if node in self._ends else node.next_functions:
                 above.setdefault(below, []).append(node)
         found: list[list[torch.Tensor]] = [[] for _ in grads]
-        for node, delivery in self._by_node.items():
+        for node, here in self._by_node.items():
             leading, waiting = {node}, [node]
             for one in waiting:  # the loop appends to the list
                 new = set(above.get(one, ())) - leading
@@ -145,6 +145,6 @@ class Meetings:
                 waiting += new
             for deliveries, edge in zip(found, edges, strict=True):
                 if edge is not None and edge[0] in leading:
-                    deliveries.append(delivery)
+                    deliveries += here
         pairs = zip(grads, found, strict=True)
         return [Link.apply(grad, *deliveries) if deliveries else grad for grad, deliveries in pairs]
