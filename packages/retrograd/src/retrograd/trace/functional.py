@@ -22,7 +22,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false, make_cont
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from retrograd.errors import Refusal, not_representable
@@ -372,13 +372,18 @@ class ClosureTensors(TorchFunctionMode):
         self._around = ExitStack()
         handled = handled_here("torch._functorch.utils:unwrap_dead_wrappers", self.given_to_function)
         self._around.enter_context(handled)
-        self._around.enter_context(handled_here(_TEXT, lambda _, tensor: torch.Tensor.__repr__(tensor)))
+        self._around.enter_context(handled_here(_TEXT, _text))
         self._around.enter_context(around_collecting(self.collecting))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._around.close()
+
+
+def _text(original: Callable[[Any], str], tensor: Any) -> str:
+    # torch's own errors show arguments as well, where no mode is active
+    return torch.Tensor.__repr__(tensor) if has_torch_function((tensor,)) else original(tensor)
 
 
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
