@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from retrograd.engine.nodes import entry_of
+from retrograd.engine.nodes import backward_number, entry_of
 from retrograd.engine.request import EngineRequest, edge_of, leaf_of, nodes_below
 from retrograd.graph.eager_order import ACCUMULATES
 
@@ -50,7 +50,7 @@ class LastOrderedLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Restore the sequence numbers of the other leaves."""
-        _restore(torch._C._current_graph_task_id(), ctx.others)
+        _restore(backward_number(), ctx.others)
         return grad
 
 
@@ -90,7 +90,7 @@ def _restore(task: int, leaves: Iterable[Any]) -> None:
 def take_turns(ctx: Any) -> None:
     """Make the engine, which runs the backward of `ctx`, run the leaves at ``ctx.turns`` in this order. We do
     nothing inside a plan, which knows the order, or if the user calls the node, when there is no order."""
-    task = torch._C._current_graph_task_id()
+    task = backward_number()
     if not issubclass(type(ctx), BackwardCFunction) or task == -1:
         return
     if task not in _numbers:

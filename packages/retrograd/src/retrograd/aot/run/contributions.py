@@ -21,6 +21,7 @@ import torch
 from retrograd.aot.trace.backward import RegionInterpreter, added
 from retrograd.engine import backward_number, edge_of, nodes_below, will_execute
 from retrograd.graph.eager_order import Edge
+from retrograd.graph.reach import reached
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -86,6 +87,11 @@ class Link(torch.autograd.Function):
         return grad, *(None,) * ctx.count
 
 
+def _below(record: Any, ctx: Any) -> list[Any]:
+    """The contexts of the regions of the same call that get gradients from this one."""
+    return [one for one, _ in ctx.next_functions if getattr(one, "replay_record", None) is record]
+
+
 class Meetings:
     """The meetings of a re-run, whose gradients have a history.
 
@@ -97,30 +103,23 @@ class Meetings:
     """
 
     def __init__(self, ctx: Any) -> None:
-        self._contexts: dict[int, Any] = {}
+        self._contexts = reached([ctx], partial(_below, ctx.replay_record))
         #: by the boundary of a result: an empty tensor with a `Delivery` as its node.
         self._deliveries: dict[int, torch.Tensor] = {}
         self._by_node: dict[Any, list[torch.Tensor]] = {}
         #: where the search for them ends.
         self._ends = set[Any]()
-        waiting = [ctx]
-        while waiting:
-            one = waiting.pop()
-            if one is None or getattr(one, "replay_record", None) is not ctx.replay_record:
-                continue
-            if one.run.number not in self._contexts:
-                self._contexts[one.run.number] = one
-                one.meeting = one.meeting or Meeting()
-                for slot, root in enumerate(one.run.roots):
-                    result = one.results[slot]()
-                    if result is not None and edge_of(result) == (one, slot):
-                        self._deliveries[root] = Delivery.apply(one.meeting, result)
-                waiting += [below for below, _ in one.next_functions]
+        for one in self._contexts:
+            one.meeting = one.meeting or Meeting()
+            for slot, root in enumerate(one.run.roots):
+                result = one.results[slot]()
+                if result is not None and edge_of(result) == (one, slot):
+                    self._deliveries[root] = Delivery.apply(one.meeting, result)
 
     def meet(self, walk: RegionInterpreter) -> None:
         """Collect gradients at the nodes of `walk` for the nodes of the call."""
-        for number, one in self._contexts.items():
-            for index in walk.structure.regions[number].nodes:
+        for one in self._contexts:
+            for index in walk.structure.regions[one.run.number].nodes:
                 handle = walk.graph.nodes[index].handle
                 handle.register_prehook(partial(one.meeting.keep, one, index))
         for root, delivery in self._deliveries.items():
@@ -138,11 +137,7 @@ class Meetings:
                 above.setdefault(below, []).append(node)
         found: list[list[torch.Tensor]] = [[] for _ in grads]
         for node, here in self._by_node.items():
-            leading, waiting = {node}, [node]
-            for one in waiting:  # the loop appends to the list
-                new = set(above.get(one, ())) - leading
-                leading |= new
-                waiting += new
+            leading = reached([node], lambda one: above.get(one, ()))
             for deliveries, edge in zip(found, edges, strict=True):
                 if edge is not None and edge[0] in leading:
                     deliveries += here
