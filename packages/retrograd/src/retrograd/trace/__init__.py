@@ -22,6 +22,7 @@ from retrograd.trace.blocks import (
     switched,
     switches_more,
 )
+from retrograd.trace.closure_tensors import ClosureTensors
 from retrograd.trace.fakes import (
     Form,
     alias_of_fake,
@@ -48,7 +49,6 @@ from retrograd.trace.fakes import (
 from retrograd.trace.first_run import Abandoned, FirstRun
 from retrograd.trace.functional import (
     Changes,
-    ClosureTensors,
     any_changed,
     functional_mode,
     is_traced,

@@ -20,8 +20,8 @@ from retrograd.errors import Refusal, not_representable
 from retrograd.graph.operator_effects import around_collecting, collecting_refused
 from retrograd.runtime import pytree
 from retrograd.runtime.subclass import is_wrapper
+from retrograd.trace.closure_tensors import ClosureTensors
 from retrograd.trace.first_run import SYMBOLIC, Abandoned, FirstRun
-from retrograd.trace.functional import ClosureTensors
 
 #: Attributes of input tensors that no guard compares, and that a trace's own tensors do not have.
 _STATE = ("grad", "grad_fn", "is_leaf", "_base", "_version", "retains_grad", "_backward_hooks", "_grad")
