@@ -40,6 +40,7 @@ from retrograd.engine.leaf_order import (
     is_mostly_compiled,
     last_turn,
     leads_to_parameter,
+    leaves_in_turn,
     steps_in_turns,
     take_turns,
 )
@@ -99,3 +100,4 @@ from retrograd.engine.under_way import (
     note_reentry,
     plans_under_way,
 )
+from retrograd.engine.visible_order import any_order_is_visible, order_is_visible

@@ -292,7 +292,16 @@ def _came(*hook: Any) -> None:
         changes.came(LateHook(*hook))
 
 
-def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
+#: what is called with every dictionary that receives a hook
+_observers: list[OnHook] = []
+
+
+def _tell(hooks: Any, node: Any) -> None:
+    for on_hook in _observers:
+        on_hook(hooks, node)
+
+
+def _registering(kind: HookKind) -> Handler:
     def register(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         handle = original(tensor, hook)
         if not isinstance(handle, RemovableHandle) or isinstance(tensor, FunctionalTensor):
@@ -300,7 +309,7 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
         node, slot = _edge_of(tensor)
         hooks = handle.hooks_dict_ref()  # None for a view written through its base: its history is made anew
         if node is not None and hooks is not None:
-            on_hook(hooks, node)
+            _tell(hooks, node)
             if leaf_of(node) is None:
                 _edges[handle] = node._sequence_nr(), node.metadata, slot
             _came(kind, node, slot, hook, handle.id)
@@ -309,17 +318,14 @@ def _registering(kind: HookKind, on_hook: OnHook) -> Handler:
     return register
 
 
-def _registering_on_node(on_hook: OnHook) -> Handler:
-    def register(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
-        if hook is _ASKING:
-            raise Escape(hooks)
-        is_first = hooks is None
-        hooks, handle = original(hooks, hook)
-        on_hook(hooks, None)
-        _came(*_node_here.get(), 0, hook, handle.id, hooks, is_first)
-        return hooks, handle
-
-    return register
+def _registering_on_node(original: Callable[..., Any], hooks: Any, hook: Any) -> Any:
+    if hook is _ASKING:
+        raise Escape(hooks)
+    is_first = hooks is None
+    hooks, handle = original(hooks, hook)
+    _tell(hooks, None)
+    _came(*_node_here.get(), 0, hook, handle.id, hooks, is_first)
+    return hooks, handle
 
 
 #: the node of Python on which this thread registers a hook, and the hook's kind
@@ -373,9 +379,10 @@ def _removing(original: Callable[..., Any], handle: Any) -> None:
 def watch_hooks(on_hook: OnHook) -> None:
     """From now on, observe the hooks that user code registers or removes while a plan runs. Also call
     `on_hook` with every dictionary that receives a hook, at any time."""
-    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE, on_hook))
-    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE, on_hook))
-    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node(on_hook))
+    _observers.append(on_hook)
+    handle("torch:Tensor.register_hook", _registering(HookKind.TENSOR_PRE))
+    handle("torch:Tensor.register_post_accumulate_grad_hook", _registering(HookKind.POST_ACCUMULATE))
+    handle("torch.autograd.function:_HookMixin._register_hook", _registering_on_node)
     for kind, name in (HookKind.NODE_PRE, "register_prehook"), (HookKind.NODE_POST, "register_hook"):
         handle(f"torch.autograd.function:BackwardCFunction.{name}", _registering_on_python_node(kind))
     handle("torch:Tensor.retain_grad", _retaining)

@@ -5,10 +5,11 @@ leaves' nodes (``AccumulateGrad``) in that order.
 
 The engine runs ready nodes by sequence number. All leaves share the largest number, so leaves that become
 ready together leave its heap in no defined order. While they are in the heap, we give their nodes smaller
-numbers, one for each turn; the numbers of all other nodes are far below. The last leaf comes after a node of
+numbers, one for each turn; the numbers of all other nodes are far below. We do so only if something can see
+the order (see `engine.visible_order`). If that was so in the forward, the last leaf comes after a node of
 ours, `LastOrderedLeaf`. The engine runs that node after the other leaves. The node restores their numbers, so
-a leaf that still waits for another gradient has the largest number when that arrives. Numbers that
-`LastOrderedLeaf` could not restore are restored at the end of the backward.
+a leaf that still waits for another gradient has the largest number when that arrives. Numbers that no
+`LastOrderedLeaf` has restored are restored at the end of the backward.
 
 A hook of a leaf may run another backward through the same leaves, while some are in the heap of the outer
 one. The inner backward changes numbers only if its own order requires it, and restores the outer's.
@@ -34,7 +35,7 @@ from retrograd.graph.eager_order import ACCUMULATES
 
 class OrderedLeaves(torch.autograd.Function):
     """A Function whose context lists in ``turns`` the edges that lead to ordered leaves. The last of these
-    edges leads to its leaf through `last_turn`."""
+    edges may lead to its leaf through `last_turn`."""
 
 
 class LastOrderedLeaf(torch.autograd.Function):
@@ -96,15 +97,30 @@ def take_turns(ctx: Any) -> None:
     if task not in _numbers:
         _numbers[task] = {}
         torch.autograd.Variable._execution_engine.queue_callback(_WhenAllIsOver(task))
-    below, numbers, is_alone = ctx.next_functions, _numbers[task], len(_numbers) == 1
-    *leaves, last = [below[edge][0] for edge in ctx.turns]
+    numbers, is_alone = _numbers[task], len(_numbers) == 1
+    leaves, last = _leaves_and_last(ctx)
     number = ACCUMULATES + 1
     for leaf in leaves:
         before = ACCUMULATES if is_alone and leaf not in numbers else leaf._sequence_nr()
         numbers.setdefault(leaf, before)
         number = min(number - 1, before)
         leaf._set_sequence_nr(number)
-    last.others = leaves
+    if last is not None:
+        last.others = leaves
+
+
+def leaves_in_turn(ctx: Any) -> list[Any]:
+    """The leaves at ``ctx.turns``, as tensors."""
+    leaves, last = _leaves_and_last(ctx)
+    behind = [] if last is None else [last.next_functions[0][0]]
+    return [leaf_of(node) for node in (*leaves, *behind)]
+
+
+def _leaves_and_last(ctx: Any) -> tuple[list[Any], Any]:
+    """The nodes at ``ctx.turns``, and the `LastOrderedLeaf` among them, if there is one."""
+    below = ctx.next_functions
+    nodes = [below[edge][0] for edge in ctx.turns]
+    return (nodes[:-1], nodes[-1]) if is_a(nodes[-1], LastOrderedLeaf) else (nodes, None)
 
 
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:

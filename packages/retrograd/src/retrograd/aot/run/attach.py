@@ -24,12 +24,17 @@ import torch
 
 from retrograd.aot.run.region import RegionCode
 from retrograd.aot.run.value_table import Epilogue, FrameLayout, picker
-from retrograd.engine import OrderedLeaves, entry_of, last_turn, take_turns
+from retrograd.engine import (
+    OrderedLeaves,
+    any_order_is_visible,
+    entry_of,
+    last_turn,
+    leaves_in_turn,
+    order_is_visible,
+    take_turns,
+)
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
-
-#: leaves take turns if this many of them would otherwise need barriers; with fewer, turns do not pay.
-FEWEST_TURNS = 6
 
 
 class RegionNode(OrderedLeaves):
@@ -64,7 +69,7 @@ class RegionNode(OrderedLeaves):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the region on the context and the cotangents. Returns a gradient for each input."""
         gradients = ctx.run(ctx, cotangents)
-        if ctx.turns:
+        if ctx.turns and any_order_is_visible() and order_is_visible(leaves_in_turn(ctx)):
             take_turns(ctx)
         return None, None, None, None, None, None, *gradients
 
@@ -92,10 +97,13 @@ class Attaching:
             if step.is_leaf:
                 for key in _barriers_of(partition.joint, step.index):
                     self._barriers[key] = layout.end + len(self._barriers)
-                    # a tensor class may not support aliases, but every parameter can be detached
                     leaf = partition.joint.primals[step.index]
-                    is_node = step.index in order.last or leaf.wrapping.cls is not None
-                    self._steps.append(partial(_add_barrier, step.index, is_node))
+                    if step.index in order.last:
+                        self._steps.append(partial(_add_last_turn, step.index, order.last[step.index]))
+                    else:
+                        # a tensor class may not support aliases, but every parameter can be detached
+                        is_node = leaf.wrapping.cls is not None
+                        self._steps.append(partial(_add_barrier, step.index, is_node))
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
@@ -192,6 +200,11 @@ def _add_barrier(primal: int, is_node: bool, frame: Frame, replay_record: Any) -
     frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
 
+def _add_last_turn(primal: int, leaves: Sequence[int], frame: Frame, replay_record: Any) -> None:
+    is_visible = order_is_visible([frame[leaf] for leaf in leaves])
+    frame.append(last_turn(frame[primal]) if is_visible else frame[primal])
+
+
 class Order:
     """How we enforce eager's order for a captured function.
 
@@ -203,7 +216,8 @@ class Order:
     Attributes:
         steps: the regions and leaf barriers to create, in eager's order.
         turns: by region, the indices among its destinations of the leaves that take turns, in order.
-        last: leaves with the last turn of a region. These have a barrier too.
+        last: by leaf with the last turn of a region, the leaves of that region that take turns. It has a
+            barrier too, if their order is visible.
     """
 
     def __init__(self, joint: JointValues) -> None:
@@ -216,7 +230,7 @@ class Order:
         )
         self.steps: list[BackwardStep] = []
         self.turns: dict[int, tuple[int, ...]] = {}
-        self.last: set[int] = set()
+        self.last: dict[int, list[int]] = {}
         order = [step for step in signature.order if not step.is_leaf or joint.primals[step.index].is_leaf]
         while order:
             region, *order = order
@@ -233,8 +247,8 @@ class Order:
                     break
                 own.append(places[leaf.index])
             certain = 2 if own[:2] == sorted(own[:2]) else 1
-            if len(own) - certain >= FEWEST_TURNS:
+            if len(own) > certain:
                 self.turns[region.index] = tuple(own)
                 certain = len(own) - 1
-                self.last.add(inputs[own[-1]].index)
+                self.last[inputs[own[-1]].index] = [inputs[place].index for place in own]
             self.steps += leaves[min(certain, len(own)) :]
