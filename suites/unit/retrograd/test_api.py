@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import retrograd
+from retrograd import aot
 from retrograd.report import GraphReport, Report
 from unit.retrograd.programs import leaf
 
@@ -71,6 +72,43 @@ def test_explain_reports_on_what_compile_returned() -> None:
     assert reports[0].graphs[0].forward < reports[1].graphs[0].forward
     assert reports[0].compile_seconds > 0
     assert len(retrograd.explain().graphs) == 2
+
+
+def test_explain_reports_on_staged_functions_modules_and_steps() -> None:
+    linear = torch.nn.Linear(2, 3)
+    module = aot.module(linear, backend="eager")
+    function = aot.function(lambda x: x.sin() * x, backend="eager")
+    for made in (module, function):
+        assert str(retrograd.explain(made)) == "nothing was captured"
+        made(torch.ones(4, 2, requires_grad=True)).sum().backward()
+        assert len(retrograd.explain(made).graphs) == 1
+    function(torch.ones(4, 2).to_sparse())
+    assert [reason.code for reason in retrograd.explain(function).fallbacks] == ["input"]
+    assert not retrograd.explain(module).fallbacks
+    assert len(retrograd.explain().graphs) == 2
+    step = retrograd.compile_step(lambda x: linear(x).sum().backward(), backend="eager")
+    step(torch.ones(4, 2))
+    assert str(step.explain()).endswith(str(retrograd.explain(step)))
+    assert retrograd.explain(step) is step.explain().pieces
+
+
+class Penalised(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+def test_each_callable_that_shares_code_is_told_what_falls_back() -> None:
+    torch.compiler.reset()
+    reports = []
+    for _ in range(2):
+        compiled = retrograd.compile(Penalised(2, 3), backend="eager")
+        for _ in range(20):
+            x = torch.ones(4, 2, requires_grad=True)
+            (slope,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+            slope.pow(2).sum().backward()
+        reports.append(retrograd.explain(compiled))
+        assert "backwards-rerun" in str(reports[-1])
+        assert "nothing fell back" not in str(reports[-1])
 
 
 class Alone(torch.nn.Linear):

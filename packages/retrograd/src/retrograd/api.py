@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from retrograd.aot import AotFunction, AotModule
 from retrograd.aot.partition_cache import expect
 from retrograd.backends.background import wait_for_all
 from retrograd.backends.registry import InductorBackend, find_backend
@@ -25,6 +26,7 @@ from retrograd.dynamo.backend import ConfiguredBackend
 from retrograd.dynamo.compiled_forwards import watch_compiled_forwards
 from retrograd.dynamo.frames import compiled_frames, report_behind
 from retrograd.dynamo.left_to_python import LeftToPython
+from retrograd.dynamo.step import CompiledStep
 from retrograd.errors import OptionError, name_of
 from retrograd.live.contexts import (
     claim,
@@ -38,7 +40,7 @@ from retrograd.live.contexts import (
 from retrograd.live.session import Session
 from retrograd.probe import check_supported
 from retrograd.process import forget_everything
-from retrograd.report import Report, process_report
+from retrograd.report import Report, process_report, running
 from retrograd.runtime.modes import context_decorator
 from retrograd.runtime.streams import side_streams
 
@@ -237,7 +239,7 @@ def compile(
         are_numbers_exact=watch.computes_like_eager,
     )
     if compiled is not target:
-        compiled = _owning(compiled, session)
+        compiled = _owning(compiled, session, report)
         _reports[compiled] = report
     return compiled
 
@@ -246,26 +248,29 @@ def compile(
 _reports: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
 
 
-def _owning(compiled: Any, session: Session) -> Any:
+def _owning(compiled: Any, session: Session, report: Report) -> Any:
     """`compiled`, whose backwards `session` runs for as long as `compiled` exists."""
     if isinstance(compiled, torch.nn.Module):
-        compiled.forward = _claiming(compiled.forward, session)
+        compiled.forward = _claiming(compiled.forward, session, report)
     else:
-        compiled = _claiming(compiled, session)
+        compiled = _claiming(compiled, session, report)
     living.add(session)
     open_gateway()
     weakref.finalize(compiled, living.discard, session).atexit = False
     return compiled
 
 
-def _claiming(call: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Wrap `call` to mark its outputs, so that their backwards belong to `session`."""
+def _claiming(call: Callable[..., Any], session: Session, report: Report) -> Callable[..., Any]:
+    """Wrap `call` to mark its outputs, so that their backwards belong to `session`. `report` is told what
+    falls back in a call."""
 
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        outputs = call(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            claim(outputs, session)
+        if torch.compiler.is_dynamo_compiling():
+            return call(*args, **kwargs)
+        with running(report):
+            outputs = call(*args, **kwargs)
+        claim(outputs, session)
         return outputs
 
     return run
@@ -312,15 +317,16 @@ def explain(
     were compiled ahead of time.
 
     Args:
-        fn: what `compile` returned, without arguments: we report on it and do not call it. Or a function that
-            runs backwards: we call it inside a new context. Without `fn`, the report covers the whole process
-            so far.
+        fn: what `compile`, `compile_step`, `aot.function` or `aot.module` returned, without arguments: we
+            report on it and do not call it. Or a function that runs backwards: we call it inside a new
+            context. Without `fn`, the report covers the whole process so far.
         args, kwargs: the arguments for `fn`.
         backend: as in `compiled_autograd`.
 
     Returns:
         The report. ``print(report)`` shows a summary, ``print(report.details())`` all of it,
-        ``report.print_readable()`` the graphs; ``report.save_html(path)`` writes a page.
+        ``report.print_readable()`` the graphs; ``report.save_html(path)`` writes a page. Of what
+        `compile_step` returned, it is the report of the pieces; ``step.explain()`` also counts the steps.
 
     Raises:
         OptionError: `fn` cannot be called with these arguments, and `compile` did not return it.
@@ -337,7 +343,12 @@ def explain(
 
 
 def _report_of(fn: Any) -> Report | None:
-    """The report of what `compile` returned, or of a copy of it that has compiled something."""
+    """The report of a callable that we have made, or of a copy of it that has compiled something."""
+    own = fn.compiled if isinstance(fn, AotModule) else fn
+    if isinstance(own, CompiledStep):
+        return own.explain().pieces
+    if isinstance(own, AotFunction):
+        return own.explain()
     with contextlib.suppress(TypeError):  # no weak reference to it is possible: `compile` did not return it
         if fn in _reports:
             return _reports[fn]
@@ -366,7 +377,7 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
         found,
         "a function that runs backwards, and its arguments: retrograd.explain(train_step, x, y); "
         "or what retrograd.compile returned: retrograd.explain(compiled); a copy of that which shares the "
-        "original's code has no report. retrograd.explain() shows torch.compile and compile_step, too",
+        "original's code has no report. retrograd.explain() also shows what torch.compile made",
     )
 
 

@@ -37,7 +37,8 @@ class Reason:
         return self.way_out.startswith("nothing to do")
 
     def __str__(self) -> str:
-        where = f"  stage  {self.stage}" + (f"        node  {self.node}" if self.node else "")
+        where = f"  stage  {self.stage}        code  {self.code}"
+        where += f"        node  {self.node}" if self.node else ""
         lines = [self.text, where]
         if self.source:
             lines.append(f"  from   {self.source}")

@@ -247,12 +247,13 @@ class Report:
             report.seconds += seconds()
 
     def fell_back(self, reason: Reason, what: str) -> None:
-        """Something ran eagerly; `what` describes it. Warns once per code and text."""
+        """Something ran eagerly; `what` describes it. Warns once per code and text. Code may be shared, so we
+        also tell the callable that is running."""
         is_live = reason.stage.startswith("live")
         if reason.stage != "live.lower":  # segments are counted where their compilation is given up
             counters["fallbacks" if is_live else "aot_fallbacks"] += 1
         with _lock:
-            for report in self._all():
+            for report in {id(one): one for one in (*self._all(), *_running.get()._all())}.values():
                 report.fallbacks[reason] += 1
         if (text := _first(reason, what)) is not None:
             (LOGS if is_live else AOT_LOGS)["recompiles"].info("%s", text)
@@ -356,6 +357,12 @@ forgotten_by_reset(process_report.clear)
 
 #: where this thread puts its fallbacks; None if they are reported at once
 _heard: ThreadValue[list[tuple[Reason, str]] | None] = ThreadValue(None)
+
+#: the report of the compiled callable that this thread is running; else the process-wide one
+_running = ThreadValue(process_report)
+
+#: Inside, `Report.fell_back` tells a report what falls back on this thread.
+running = _running.switched
 
 #: for whom Dynamo compiles on this thread
 _compiling = ThreadValue(process_report)

@@ -57,13 +57,13 @@ class AotFunction(Decorated):
     Args:
         fn: the function or module.
         config: the user's options.
-        report: records what runs eagerly.
+        report: records what was compiled and what runs eagerly; by default, a new one.
     """
 
     @checked(fn=_FUNCTION, config=(Config, "a retrograd.Config; aot.function makes one of its options"))
-    def __init__(self, fn: Callable[..., Any], config: Config, report: Report = process_report) -> None:
+    def __init__(self, fn: Callable[..., Any], config: Config, report: Report | None = None) -> None:
         super().__init__(fn, config)
-        self._report = report
+        self._report = report = report or Report(above=process_report)
         self._own = tuple(filter(has_attributes, (fn, getattr(fn, "__self__", None))))
         self._specialized = Specialized(self.__name__, _STAGE, config, report, self._variant)
         self._states: dict[tuple[int, ...], ModuleState] = {}
@@ -87,6 +87,10 @@ class AotFunction(Decorated):
         roots, switches = tuple(map(id, state.given)), (len(leaves), *state.switches())
         key = form, ThreadModes.now(), roots, switches, has_waiting_hooks(leaves), constants
         return self._specialized(key, leaves, eagerly)
+
+    def explain(self) -> Report:
+        """What was compiled for this function, and what ran eagerly and why."""
+        return self._report
 
     def reset(self) -> None:
         """Drop all compiled code."""
