@@ -37,9 +37,8 @@ class Reason:
         return self.way_out.startswith("nothing to do")
 
     def __str__(self) -> str:
-        where = f"  stage  {self.stage}        code  {self.code}"
-        where += f"        node  {self.node}" if self.node else ""
-        lines = [self.text, where]
+        where = f"  stage  {self.stage}" + (f"        node  {self.node}" if self.node else "")
+        lines = [self.text, f"  code   {self.code}", where]
         if self.source:
             lines.append(f"  from   {self.source}")
         if self.way_out:

@@ -85,7 +85,8 @@ def test_the_second_pass_that_breaks_the_law_is_named() -> None:
         str(caught.value),
         """\
 output 0 depends on the cotangent of boundary 0, and belongs to the forward
-  stage  aot.apply, after passes [remove_dead_code, mixes]        code  joint-dependence        node  t_3 (output 0)
+  code   joint-dependence
+  stage  aot.apply, after passes [remove_dead_code, mixes]        node  t_3 (output 0)
   try    in the pass, keep values that a cotangent reaches out of the forward and of other regions""",
     )
 

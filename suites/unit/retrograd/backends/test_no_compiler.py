@@ -72,7 +72,8 @@ def test_one_warning_says_why_and_what_to_do(way: str) -> None:
     told = [str(one.message) for one in caught if one.category is retrograd.FallbackWarning]
     assert len(told) == 1
     assert "No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, " in told[0]
-    assert "\n  stage  backends.inductor        code  no-compiler\n  try    install a C++ compiler such as g++" in told[0]
+    where = "  code   no-compiler\n  stage  backends.inductor\n"
+    assert f"\n{where}  try    install a C++ compiler such as g++" in told[0]
     assert {reason.code for reason in retrograd.explain().fallbacks} == {"no-compiler"}
 
 
