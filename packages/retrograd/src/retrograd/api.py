@@ -268,8 +268,12 @@ def _claiming(call: Callable[..., Any], session: Session, report: Report) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return call(*args, **kwargs)
-        with running(report):
+        before = running.get()
+        running.set(report)
+        try:
             outputs = call(*args, **kwargs)
+        finally:
+            running.set(before)
         claim(outputs, session)
         return outputs
 

@@ -253,7 +253,7 @@ class Report:
         if reason.stage != "live.lower":  # segments are counted where their compilation is given up
             counters["fallbacks" if is_live else "aot_fallbacks"] += 1
         with _lock:
-            for report in {id(one): one for one in (*self._all(), *_running.get()._all())}.values():
+            for report in {id(one): one for one in (*self._all(), *running.get()._all())}.values():
                 report.fallbacks[reason] += 1
         if (text := _first(reason, what)) is not None:
             (LOGS if is_live else AOT_LOGS)["recompiles"].info("%s", text)
@@ -359,10 +359,7 @@ forgotten_by_reset(process_report.clear)
 _heard: ThreadValue[list[tuple[Reason, str]] | None] = ThreadValue(None)
 
 #: the report of the compiled callable that this thread is running; else the process-wide one
-_running = ThreadValue(process_report)
-
-#: Inside, `Report.fell_back` tells a report what falls back on this thread.
-running = _running.switched
+running = ThreadValue(process_report)
 
 #: for whom Dynamo compiles on this thread
 _compiling = ThreadValue(process_report)

@@ -12,7 +12,7 @@ import torch
 
 import retrograd
 from retrograd import aot
-from retrograd.aot.run.attach import Order
+from retrograd.aot.run.attach import FEWEST_TURNS, Order
 from retrograd.graph.eager_order import ACCUMULATES
 
 Leaves = Sequence[torch.Tensor]
@@ -60,7 +60,9 @@ def test_hooks_on_leaves_run_in_eagers_order(fn: Callable[[Leaves], torch.Tensor
         assert order_of(compiled, given, busy) == order_of(fn, given, busy)
 
 
-@pytest.mark.parametrize(("count", "barriers"), [(1, 0), (2, 0), (3, 1), (5, 1), (15, 1)])
+@pytest.mark.parametrize(
+    ("count", "barriers"), [(1, 0), (2, 0), (3, 1), (5, 3), (FEWEST_TURNS + 2, 1), (FEWEST_TURNS + 9, 1)]
+)
 def test_two_leaves_need_no_gate(count: int, barriers: int) -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
     joint = aot.capture(aot.create_state(lambda *given: products(given), leaves))

@@ -96,7 +96,7 @@ def seen_by(fn: Callable[[Leaves], torch.Tensor], observe: Observe, when: str) -
 def test_what_hooks_see_is_eagers(
     observe: Observe, when: str, fn: Callable[[Leaves], torch.Tensor], way: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(visible_order, "_hooks", visible_order._Hooks())
+    monkeypatch.setattr(visible_order, "_hooks", visible_order._HooksSeen())
     assert seen_by(WAYS[way](fn), observe, when) == seen_by(fn, observe, when)
 
 
@@ -121,14 +121,14 @@ def test_a_dispatch_mode_sees_eagers_order(monkeypatch: Any) -> None:
             out.backward()
         return mode.seen
 
-    monkeypatch.setattr(visible_order, "_hooks", visible_order._Hooks())
+    monkeypatch.setattr(visible_order, "_hooks", visible_order._HooksSeen())
     eager = order(product)
     assert sorted(eager) == [*range(10)]
     assert order(aot.function(product, backend="eager", strict=True)) == eager
 
 
 def test_nothing_is_ordered_that_nobody_sees(monkeypatch: Any) -> None:
-    monkeypatch.setattr(visible_order, "_hooks", visible_order._Hooks())
+    monkeypatch.setattr(visible_order, "_hooks", visible_order._HooksSeen())
     taken: list[str] = []
     monkeypatch.setattr(attach, "take_turns", lambda ctx: taken.append("turns"))
     monkeypatch.setattr(attach, "last_turn", lambda leaf: taken.append("barrier") or leaf)

@@ -27,7 +27,7 @@ from retrograd.runtime.tensor import PLAIN_CLASSES
 MOST_KNOWN = 100_000
 
 
-class _Hooks:
+class _HooksSeen:
     """The hooks that were seen in this process.
 
     Attributes:
@@ -52,7 +52,8 @@ class _Hooks:
                 watch_hooks(self._registered)
                 self._is_watching = True
         self.on_leaves |= any(map(_may_observe, leaves))
-        self.on_nodes |= any(hooks for leaf in leaves for _, hooks in hooks_on(edge_of(leaf)[0]))
+        nodes = [edge_of(leaf)[0] for leaf in leaves if type(leaf) in PLAIN_CLASSES]
+        self.on_nodes |= any(hooks for node in nodes for _, hooks in hooks_on(node))
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         self._known.update(map(id, leaves))
@@ -62,7 +63,7 @@ class _Hooks:
         self.on_leaves |= leaf_of(node) is not None
 
 
-_hooks = _Hooks()
+_hooks = _HooksSeen()
 
 
 def _may_observe(leaf: torch.Tensor) -> bool:

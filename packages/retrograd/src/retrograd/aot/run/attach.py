@@ -36,6 +36,9 @@ from retrograd.engine import (
 from retrograd.graph.joint import BackwardStep, Destination
 from retrograd.graph.joint_graph import AliasOf, JointValues, Partition
 
+#: leaves take turns if this many of them would otherwise need barriers; with fewer, turns do not pay.
+FEWEST_TURNS = 6
+
 
 class RegionNode(OrderedLeaves):
     """The autograd node of one region.
@@ -247,7 +250,7 @@ class Order:
                     break
                 own.append(places[leaf.index])
             certain = 2 if own[:2] == sorted(own[:2]) else 1
-            if len(own) > certain:
+            if len(own) - certain >= FEWEST_TURNS:
                 self.turns[region.index] = tuple(own)
                 certain = len(own) - 1
                 self.last[inputs[own[-1]].index] = [inputs[place].index for place in own]
