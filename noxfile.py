@@ -161,8 +161,14 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """All tests, in parallel (`-- suites/unit -k hooks` narrows)."""
+    """The tests, in parallel (`-- suites/unit -k hooks` narrows)."""
     run(session, "python", "-m", "pytest", *SPREAD, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def programs(session: nox.Session) -> None:
+    """Tests that start other programs: command lines, ranks, compilers, the code of documents (10 min)."""
+    run(session, "python", "-m", "pytest", *SPREAD, "-m", "programs and not slow", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -263,7 +269,7 @@ def house(session: nox.Session) -> None:
 def tests_torch(session: nox.Session, torch: str) -> None:
     """The tests under another supported torch, in an environment of its own (several GB)."""
     install(session, f"torch=={torch}")
-    session.run("pytest", *SPREAD, *session.posargs, env=settings(session))
+    session.run("pytest", *SPREAD, "-m", "not slow", *session.posargs, env=settings(session))
 
 
 @nox.session(reuse_venv=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 
 # Before torch is imported: thread pools are sized once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,17 +35,22 @@ def pytest_report_header() -> list[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests marked `gpu` where there is no GPU, and, unless `-m` asks, those marked `slow`
-    (`nox -s long` runs these). They count as deselected."""
-    left_out = [item for item in items if _is_left_out(item, bool(config.option.markexpr))]
+    (`nox -s long` runs these) or `programs` (`nox -s programs`, or their file is named). They count as
+    deselected."""
+    named = {pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    left_out = [
+        item for item in items if _is_left_out(item, bool(config.option.markexpr), item.path in named)
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 
 
-def _is_left_out(item: pytest.Item, are_marks_named: bool) -> bool:
-    needs_gpu = item.get_closest_marker("gpu") and not torch.cuda.is_available()
-    is_slow = item.get_closest_marker("slow") and not are_marks_named
-    return bool(needs_gpu or is_slow)
+def _is_left_out(item: pytest.Item, are_marks_named: bool, is_file_named: bool) -> bool:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return True
+    starts_programs = item.get_closest_marker("programs") and not is_file_named
+    return bool(item.get_closest_marker("slow") or starts_programs) and not are_marks_named
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,8 @@ import pytest
 from distributed.cells import main, unexpected
 from distributed.outcomes import Outcome, difference
 
+pytestmark = pytest.mark.programs
+
 RESULTS = Path(__file__).parent / "results"
 
 

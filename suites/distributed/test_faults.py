@@ -9,7 +9,7 @@ import pytest
 
 from distributed.faults import Fault, verdict
 
-pytestmark = pytest.mark.xdist_group("faults")
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("faults")]
 """In one worker, so that torch is imported once for all ranks."""
 
 

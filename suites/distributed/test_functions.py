@@ -11,6 +11,8 @@ import pytest
 from distributed.functions import OPERATORS, RANKS, compare
 from distributed.group import spawned
 
+pytestmark = pytest.mark.programs
+
 ALL = [operator.__name__ for operator in OPERATORS]
 SOME = ["all_reduce", "all_gather_into_tensor", "coalesced", "future", "of_torch"]
 

@@ -11,6 +11,8 @@ from distributed import parallel
 from distributed.group import spawned
 from distributed.ranks import compare
 
+pytestmark = pytest.mark.programs
+
 RANKS = 2
 
 

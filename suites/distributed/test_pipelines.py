@@ -7,6 +7,8 @@ import pytest
 from distributed.group import spawned
 from distributed.pipelines import SCHEDULES, compare
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_zero_bubble_pipeline_computes_each_product_once(schedule: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from distributed.trainers import KNOWN, LINES, TRAINERS, main, unexpected
 
+pytestmark = pytest.mark.programs
+
 RESULTS = Path(__file__).parent / "results" / "trainers_gloo_torch2.13.json"
 
 

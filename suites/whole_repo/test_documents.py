@@ -21,6 +21,8 @@ import pytest
 
 from retrograd.probe import TESTED
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: .+ -->\n)?(?:<!-- needs: (?P<needs>\w+) -->\n)?"

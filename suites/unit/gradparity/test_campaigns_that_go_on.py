@@ -15,6 +15,8 @@ from gradparity.store.store import CaseDone, Entry, Progress, Store
 from gradparity.verdict import Row
 from unit.gradparity.killing import killed_after
 
+pytestmark = pytest.mark.programs
+
 NAME = "autograd_function_db"
 PLAN = Plan(("eager", "planted:none-grad"), (NAME,), processes=0, limit_per_corpus=4)
 SHOWN = ("case", "seed", "corpus", "subject", "verdict", "symptom", "reason", "signature")

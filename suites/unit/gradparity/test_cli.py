@@ -14,6 +14,8 @@ from gradparity.corpus.registry import corpus
 from gradparity.subjects import registry as subjects
 from gradparity.subjects.base import Blame, Subject
 
+pytestmark = pytest.mark.programs
+
 NAME = "autograd_function_db"
 ENTRY = """
 [[expected]]

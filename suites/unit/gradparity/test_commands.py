@@ -13,6 +13,8 @@ from gradparity.cli.progress import View, watching
 from gradparity.store.store import Store
 from gradparity.verdict import Row, Verdict
 
+pytestmark = pytest.mark.programs
+
 NAME = "autograd_function_db"
 CASE, NETWORK = "demo::gradient_of_an_unused_output", "demo::hooks_of_a_small_network"
 WRONG = """

@@ -35,7 +35,7 @@ from gradparity.conform.run import minutes_for_all
 from gradparity.corpus.registry import corpus
 from gradparity.verdict import Row, Verdict
 
-pytestmark = pytest.mark.xdist_group("conform")
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("conform")]
 
 CHOSEN = [
     ("op_db", "sin"),

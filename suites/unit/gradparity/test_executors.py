@@ -17,6 +17,8 @@ from gradparity.verdict import Verdict
 from gradparity.work import Task, run_unit
 from unit.gradparity.steps import greedy, processes, three_steps
 
+pytestmark = pytest.mark.programs
+
 NAME = "autograd_function_db"
 
 

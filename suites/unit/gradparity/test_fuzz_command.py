@@ -21,6 +21,8 @@ from gradparity.store.store import Store
 from gradparity.verdict import Row, Verdict
 from unit.gradparity.killing import killed_after
 
+pytestmark = pytest.mark.programs
+
 FUZZ = ("fuzz", "--device", "cpu", "--shrink-seconds", "15", "--policy", "views")
 
 

@@ -23,6 +23,8 @@ from gradparity.verdict import Verdict
 from gradparity.work import alarm
 from unit.gradparity.steps import computing, sleeping
 
+pytestmark = pytest.mark.programs
+
 TOLD = re.compile(
     r"it had \d+\.\d s of processor time in \d+\.\d s \(\d+ %\); load average \d+\.\d on \d+ proc"
 )

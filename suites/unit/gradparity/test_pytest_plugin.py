@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.programs
+
 LOADED = any(point.name == "gradparity" for point in entry_points(group="pytest11"))
 
 TESTS = """

@@ -27,6 +27,8 @@ from gradparity.shrink.read import from_source
 from gradparity.subjects.registry import resolve
 from gradparity.verdict import Row, Verdict
 
+pytestmark = pytest.mark.programs
+
 CPU = torch.device("cpu")
 FACTOR = 3
 

@@ -24,6 +24,8 @@ from gradparity.subjects.registry import resolve
 from gradparity.sweep import said
 from gradparity.verdict import Row, Verdict
 
+pytestmark = pytest.mark.programs
+
 CPU = torch.device("cpu")
 EIGHT = """
 def run(p):

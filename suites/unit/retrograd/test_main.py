@@ -17,6 +17,8 @@ import pytest
 
 from retrograd.__main__ import MANIFEST, made_of, main
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = """
 import torch, retrograd
 from retrograd.events import counters

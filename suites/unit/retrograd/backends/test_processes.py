@@ -32,6 +32,8 @@ from retrograd.events import counters
 from retrograd.serialize import Reader, Writer
 from retrograd.trace import new_fake_mode
 
+pytestmark = pytest.mark.programs
+
 BACKEND = InductorBackend()
 FORWARD = GraphKind(visible=1)
 HOW_MANY = processes.how_many

@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 
 import retrograd
 
-pytestmark = pytest.mark.xdist_group("cpp_functions")
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("cpp_functions")]
 
 
 @pytest.fixture(scope="module")
