@@ -13,7 +13,7 @@ import torch
 
 import retrograd
 from retrograd import aot
-from retrograd.report import GraphReport, Report
+from retrograd.report import NOTHING, GraphReport, Report
 from unit.retrograd.programs import leaf
 
 
@@ -63,7 +63,8 @@ def test_explain_reports_on_what_compile_returned() -> None:
     first, second = torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Tanh())
     one, other = (retrograd.compile(module, backend="eager") for module in (first, second.forward))
     x = torch.ones(4, 2)
-    assert str(retrograd.explain(one)) == "nothing was captured"
+    nothing = "nothing was captured: no backward ran here, and no call was compiled"
+    assert str(retrograd.explain(one)) == nothing
     (one(x) * 2).sum().backward()
     other(torch.ones(4, 3)).sum().backward()
     reports = [retrograd.explain(one), retrograd.explain(other)]
@@ -79,7 +80,7 @@ def test_explain_reports_on_staged_functions_modules_and_steps() -> None:
     module = aot.module(linear, backend="eager")
     function = aot.function(lambda x: x.sin() * x, backend="eager")
     for made in (module, function):
-        assert str(retrograd.explain(made)) == "nothing was captured"
+        assert str(retrograd.explain(made)) == NOTHING
         made(torch.ones(4, 2, requires_grad=True)).sum().backward()
         assert len(retrograd.explain(made).graphs) == 1
     function(torch.ones(4, 2).to_sparse())
@@ -167,7 +168,7 @@ def test_explain_without_a_function_tells_of_the_whole_process() -> None:
             w.sin().sum().backward()
     assert [backward.backend for backward in retrograd.explain().backwards] == ["eager", "aten"]
     retrograd.reset()
-    assert str(retrograd.explain()) == "nothing was captured"
+    assert str(retrograd.explain()) == NOTHING
 
 
 def test_the_process_report_is_bounded_by_its_structures() -> None:

@@ -31,6 +31,9 @@ from retrograd.runtime.profiler import artifact
 
 _lock = ForkSafeLock()
 
+#: The text of a report that was told of nothing.
+NOTHING = "nothing was captured: no backward ran here, and no call was compiled"
+
 #: `LoweringReport.how` of a segment without code.
 INTERPRETED = "interpreted"
 
@@ -290,7 +293,8 @@ class Report:
         texts = ((_headline(them, begins if len(kinds) > 1 else ""), *lines) for begins, lines, them in kinds)
         parts += most(map("\n".join, texts), "backward")
         if not parts:
-            parts = ["nothing was captured"]
+            is_idle = not (self.fallbacks or self.notes)
+            parts = [NOTHING if is_idle else "nothing was captured"]
         elif not self.fallbacks:
             parts.append("nothing fell back to eager")
         if (seconds := self.compile_seconds) >= 0.05:
@@ -311,7 +315,7 @@ class Report:
         for reason, count in self.fallbacks.items():
             parts.append(f"ran as eager runs it {counted(count, 'time')} [{reason.code}]\n{indented(reason)}")
         parts += [f"note, no failure [{reason.code}]\n{indented(reason)}" for reason in self.notes]
-        return "\n\n".join(parts or ["nothing was captured"])
+        return "\n\n".join(parts or [NOTHING])
 
     @property
     def _graphs(self) -> list[GraphReport]:

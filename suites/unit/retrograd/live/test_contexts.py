@@ -18,7 +18,7 @@ from retrograd.config import Config
 from retrograd.events import counters
 from retrograd.live.contexts import claim, is_anything_open
 from retrograd.live.session import Session
-from retrograd.report import Report
+from retrograd.report import NOTHING, Report
 from unit.retrograd.programs import leaf
 
 
@@ -121,7 +121,7 @@ def test_reset_keeps_the_setting_and_forgets_the_captures() -> None:
     ran_by()
     assert retrograd.counters["captures"] == 1
     retrograd.reset()
-    assert str(retrograd.explain()) == "nothing was captured"
+    assert str(retrograd.explain()) == NOTHING
     assert ran_by() == "eager"
     assert retrograd.counters["captures"] == 1
 
