@@ -282,3 +282,28 @@ def test_what_cannot_be_said_otherwise_is_refused():
     with pytest.raises(Refusal, match="writes running statistics without saying so"):
         declaring_its_writes(gather, (*given, *statistics(), *numbers))
     assert declaring_its_writes(gather, (*given, None, None, *numbers)) is None
+
+
+RESHAPES = [("unsqueeze_", 0), ("t_",), ("squeeze_",), ("transpose_", 0, 1), ("swapaxes_", 0, 1)]
+
+
+@pytest.mark.parametrize("compiled", [aot.function, retrograd.compile])
+@pytest.mark.parametrize("wanted", [slice(0, 1), slice(1, 2), slice(2)])
+@pytest.mark.parametrize("is_input", [False, True])
+@pytest.mark.parametrize(("reshape", "numbers"), [(name, numbers) for name, *numbers in RESHAPES])
+def test_a_view_that_gets_another_shape_without_autograd(compiled, wanted, is_input, reshape, numbers):
+    def function(x):
+        base = x if is_input else x * 1.5
+        view = base[:]
+        with torch.no_grad():
+            getattr(view, reshape)(*numbers)
+        return view, view * 3
+
+    def gradient(fn):
+        x = torch.arange(1.0, 4.0).view(1, 3).clone().requires_grad_()
+        outputs = fn(x)[wanted]
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+        return x.grad, [out.shape for out in outputs]
+
+    torch.compiler.reset()
+    assert str(gradient(compiled(function, backend="eager"))) == str(gradient(function))
