@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -91,6 +92,33 @@ def test_explain_reports_on_staged_functions_modules_and_steps() -> None:
     step(torch.ones(4, 2))
     assert str(step.explain()).endswith(str(retrograd.explain(step)))
     assert retrograd.explain(step) is step.explain().pieces
+
+
+class WithMethod:
+    @functools.partial(aot.function, backend="eager")
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_explain_reports_on_a_compiled_method() -> None:
+    one = WithMethod()
+    one.double(torch.ones(3))
+    assert retrograd.explain(one.double) is WithMethod.double.explain()
+
+
+class Hooked(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: grad * 2)
+        return y.sin()
+
+
+def test_a_callable_that_shares_what_was_not_compiled_is_told_why() -> None:
+    torch.compiler.reset()
+    both = [retrograd.compile(Hooked(2, 3), backend="eager") for _ in range(2)]
+    for compiled in both:
+        compiled(torch.ones(4, 2)).sum().backward()
+        assert [reason.code for reason in retrograd.explain(compiled).fallbacks] == ["hook-in-trace"]
 
 
 class Penalised(torch.nn.Linear):

@@ -348,7 +348,7 @@ def explain(
 
 def _report_of(fn: Any) -> Report | None:
     """The report of a callable that we have made, or of a copy of it that has compiled something."""
-    own = fn.compiled if isinstance(fn, AotModule) else fn
+    own = fn.compiled if isinstance(fn, AotModule) else getattr(fn, "__func__", fn)
     if isinstance(own, CompiledStep):
         return own.explain().pieces
     if isinstance(own, AotFunction):

@@ -30,8 +30,8 @@ from retrograd.dynamo.frames import (
 from retrograd.dynamo.graph_function import GraphFunction, as_it_is
 from retrograd.dynamo.left_to_python import is_left_in_forward_mode
 from retrograd.dynamo.small_subgraphs import kernels_of_small_piece
-from retrograd.errors import CaptureError, OptionError
-from retrograd.report import GraphReport, compiler_report, reason_of
+from retrograd.errors import CaptureError, OptionError, Reason
+from retrograd.report import GraphReport, compiler_report, reason_of, running
 
 #: our own options, documented in `Config`; any other option must be one of Inductor's
 OPTIONS = (
@@ -151,12 +151,22 @@ class ConfiguredBackend:
             reason = reason_of(error, "dynamo")
             if config.strict or (isinstance(error, CaptureError) and reason.code in _ERRORS):
                 raise
-            report.fell_back(reason, "a graph of Dynamo's runs eagerly")
-            return partial(as_it_is, gm)
+            report.fell_back(reason, _EAGERLY)
+            return partial(_as_it_is_because, reason, gm)
 
     def keeps_eager(self, _: Mapping[str, Any]) -> bool:
         """Like `RetrogradBackend.keeps_eager`."""
         return not self.config.stock_dynamo
+
+
+_EAGERLY = "a graph of Dynamo's runs eagerly"
+
+
+def _as_it_is_because(reason: Reason, gm: fx.GraphModule, *args: Any) -> Any:
+    """Run a graph that was not compiled. A callable that shares it is told why in its first call."""
+    if reason not in (report := running.get()).fallbacks:
+        report.fell_back(reason, _EAGERLY)
+    return as_it_is(gm, *args)
 
 
 class RetrogradBackend:

@@ -40,7 +40,6 @@ from retrograd.engine.leaf_order import (
     is_mostly_compiled,
     last_turn,
     leads_to_parameter,
-    leaves_in_turn,
     steps_in_turns,
     take_turns,
 )
@@ -100,4 +99,4 @@ from retrograd.engine.under_way import (
     note_reentry,
     plans_under_way,
 )
-from retrograd.engine.visible_order import any_order_is_visible, order_is_visible
+from retrograd.engine.visible_order import hooks_may_see_order, order_is_visible

@@ -98,7 +98,9 @@ def take_turns(ctx: Any) -> None:
         _numbers[task] = {}
         torch.autograd.Variable._execution_engine.queue_callback(_WhenAllIsOver(task))
     numbers, is_alone = _numbers[task], len(_numbers) == 1
-    leaves, last = _leaves_and_last(ctx)
+    below = ctx.next_functions
+    leaves = [below[edge][0] for edge in ctx.turns]
+    last = leaves.pop() if is_a(leaves[-1], LastOrderedLeaf) else None
     number = ACCUMULATES + 1
     for leaf in leaves:
         before = ACCUMULATES if is_alone and leaf not in numbers else leaf._sequence_nr()
@@ -107,20 +109,6 @@ def take_turns(ctx: Any) -> None:
         leaf._set_sequence_nr(number)
     if last is not None:
         last.others = leaves
-
-
-def leaves_in_turn(ctx: Any) -> list[Any]:
-    """The leaves at ``ctx.turns``, as tensors."""
-    leaves, last = _leaves_and_last(ctx)
-    behind = [] if last is None else [last.next_functions[0][0]]
-    return [leaf_of(node) for node in (*leaves, *behind)]
-
-
-def _leaves_and_last(ctx: Any) -> tuple[list[Any], Any]:
-    """The nodes at ``ctx.turns``, and the `LastOrderedLeaf` among them, if there is one."""
-    below = ctx.next_functions
-    nodes = [below[edge][0] for edge in ctx.turns]
-    return (nodes[:-1], nodes[-1]) if is_a(nodes[-1], LastOrderedLeaf) else (nodes, None)
 
 
 def steps_in_turns(node: Any) -> tuple[tuple[int, ...], ...]:

@@ -1,9 +1,9 @@
 """Tells whether a program can see in which order leaves accumulate.
 
 In: leaves that receive their gradients at the same time. Out: whether anything may observe their order: hooks
-on the leaves or on their nodes, the classes of leaves, or a dispatch mode. Nothing lists the C++ hooks of a
-node. Reducers of ``torch.distributed`` set such hooks, so the order counts as visible while there is a
-process group.
+on leaves or on their nodes, gradients that are there already (in-place sums change memory that others may
+read), the classes of leaves, or a dispatch mode. Nothing lists the C++ hooks of a node. Reducers of
+``torch.distributed`` set such hooks, so the order counts as visible while there is a process group.
 
 From the first leaf on, we see each hook that is registered. Earlier hooks we find when we first meet a leaf.
 A leaf with the ``id`` of a freed one is so young that its hooks were seen.
@@ -12,6 +12,7 @@ A leaf with the ``id`` of a freed one is so young that its hooks were seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,16 +29,12 @@ MOST_KNOWN = 100_000
 
 
 class _HooksSeen:
-    """The hooks that were seen in this process.
-
-    Attributes:
-        on_leaves: whether a leaf ever had a hook, or is of a class that may observe what happens to it.
-        on_nodes: whether a node in C++ ever had a hook. Torch does not say which node; it may be a leaf's.
-    """
+    """Whether a leaf, or a node in C++, ever had a hook in this process. Torch does not say which node has
+    it; it may be a leaf's. Hooks of a leaf may move to another one (``torch.utils.swap_tensors``)."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
-        self._is_watching = self.on_leaves = self.on_nodes = False
+        self._is_watching = self.any = False
         self._known: set[int] = set()
 
     def meet(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -51,36 +48,40 @@ class _HooksSeen:
             if not self._is_watching:
                 watch_hooks(self._registered)
                 self._is_watching = True
-        self.on_leaves |= any(map(_may_observe, leaves))
-        nodes = [edge_of(leaf)[0] for leaf in leaves if type(leaf) in PLAIN_CLASSES]
-        self.on_nodes |= any(hooks for node in nodes for _, hooks in hooks_on(node))
+        self.any |= any(map(_may_observe, leaves))
         if len(self._known) > MOST_KNOWN:
             self._known.clear()
         self._known.update(map(id, leaves))
 
     def _registered(self, hooks: Any, node: Any) -> None:
-        self.on_nodes |= node is None
-        self.on_leaves |= leaf_of(node) is not None
+        self.any |= node is None or leaf_of(node) is not None
+
+
+def _may_observe(leaf: torch.Tensor) -> bool:
+    if type(leaf) not in PLAIN_CLASSES or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return True
+    return any(hooks for _, hooks in hooks_on(edge_of(leaf)[0]))
 
 
 _hooks = _HooksSeen()
 
 
-def _may_observe(leaf: torch.Tensor) -> bool:
-    return type(leaf) not in PLAIN_CLASSES or bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+_gradient = attrgetter("grad")
 
 
-def _all_may_be_observed() -> bool:
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    return _hooks.on_nodes or is_distributed or torch._C._len_torch_dispatch_stack() > 0
-
-
-def any_order_is_visible() -> bool:
-    """Whether anything may observe in which order leaves that we have met accumulate."""
-    return _hooks.on_leaves or _all_may_be_observed()
+def hooks_may_see_order(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks that are there already may observe in which order `leaves` accumulate."""
+    _hooks.meet(leaves)
+    return _may_be_hooks()
 
 
 def order_is_visible(leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether anything may observe in which order `leaves` accumulate."""
-    _hooks.meet(leaves)
-    return _all_may_be_observed() or (_hooks.on_leaves and any(map(_may_observe, leaves)))
+    """Whether anything may observe in which order `leaves`, which `hooks_may_see_order` knows, accumulate
+    now."""
+    if _may_be_hooks() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(grad is not None for grad in map(_gradient, leaves))
+
+
+def _may_be_hooks() -> bool:
+    return _hooks.any or (distributed.is_available() and distributed.is_initialized())

@@ -79,8 +79,6 @@ class ClosureTensors(TorchFunctionMode):
             raise not_representable(f"it calls {name}, which looks at elements to refuse them")
         if func in _CHANGES and not (func is _DETACH and not args[0].requires_grad):
             raise Refusal("tensor-changed", f"it changes a tensor by {_CHANGES[func]}")
-        if name in functions("reshapes_in_place") and _is_unseen_by_autograd(args[0]):
-            raise Refusal("tensor-changed", f"it calls {name}, and autograd does not see that")
         kwargs = kwargs or {}
         if func == _DATA:
             self.bared.append(args[0])
@@ -127,11 +125,6 @@ class ClosureTensors(TorchFunctionMode):
 def _text(original: Callable[[Any], str], tensor: Any) -> str:
     # torch's own errors show arguments as well, where no mode is active
     return torch.Tensor.__repr__(tensor) if has_torch_function((tensor,)) else original(tensor)
-
-
-def _is_unseen_by_autograd(tensor: torch.Tensor) -> bool:
-    """Whether a change of `tensor` leaves its history as it is, which is then that of another shape."""
-    return tensor.requires_grad and not torch.is_grad_enabled()
 
 
 def _called(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

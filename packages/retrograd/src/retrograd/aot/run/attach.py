@@ -23,13 +23,12 @@ from typing import Any
 import torch
 
 from retrograd.aot.run.region import RegionCode
-from retrograd.aot.run.value_table import Epilogue, FrameLayout, picker
+from retrograd.aot.run.value_table import Epilogue, FrameLayout, Picker, picker
 from retrograd.engine import (
     OrderedLeaves,
-    any_order_is_visible,
     entry_of,
+    hooks_may_see_order,
     last_turn,
-    leaves_in_turn,
     order_is_visible,
     take_turns,
 )
@@ -44,7 +43,8 @@ class RegionNode(OrderedLeaves):
     """The autograd node of one region.
 
     Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode),
-    ``carried`` (values for a later backward, see `aot.run.pruned`), ``results`` and ``numbers``. The record
+    ``carried`` (values for a later backward, see `aot.run.pruned`), ``results``, ``leaves`` (those that take
+    turns) and ``numbers``. The record
     and the values are released with the saved tensors; ``numbers`` is not. It holds saved values that are
     not tensors, or all saved values if eager's nodes free nothing.
     """
@@ -58,10 +58,12 @@ class RegionNode(OrderedLeaves):
         replay_record: Any,
         values: tuple[torch.Tensor, ...],
         turns: tuple[int, ...],
+        leaves: tuple[torch.Tensor, ...],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Save what the backward needs, and return the values."""
-        ctx.run, ctx.numbers, ctx.replay_record, ctx.turns = backward, numbers, replay_record, turns
+        ctx.run, ctx.numbers, ctx.replay_record = backward, numbers, replay_record
+        ctx.turns, ctx.leaves = turns, leaves
         ctx.meeting = ctx.carried = None
         ctx.results = [weakref.ref(value) for value in values]
         ctx.materialize_grads = False
@@ -72,9 +74,9 @@ class RegionNode(OrderedLeaves):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the region on the context and the cotangents. Returns a gradient for each input."""
         gradients = ctx.run(ctx, cotangents)
-        if ctx.turns and any_order_is_visible() and order_is_visible(leaves_in_turn(ctx)):
+        if ctx.turns and order_is_visible(ctx.leaves):
             take_turns(ctx)
-        return None, None, None, None, None, None, *gradients
+        return None, None, None, None, None, None, None, *gradients
 
 
 #: called like ``RegionNode.apply``: with the arguments of `RegionNode.forward` after the context.
@@ -102,7 +104,8 @@ class Attaching:
                     self._barriers[key] = layout.end + len(self._barriers)
                     leaf = partition.joint.primals[step.index]
                     if step.index in order.last:
-                        self._steps.append(partial(_add_last_turn, step.index, order.last[step.index]))
+                        take_leaves = picker(order.last[step.index])
+                        self._steps.append(partial(_add_last_turn, step.index, take_leaves))
                     else:
                         # a tensor class may not support aliases, but every parameter can be detached
                         is_node = leaf.wrapping.cls is not None
@@ -141,6 +144,7 @@ class Attaching:
         made = [view for view in views if view is not None]
         code_runs = len(made) < len(views)
         turns = self._turns.get(number, ())
+        take_leaves = picker([region.destinations[turn].index for turn in turns])
 
         def attach_region(frame: Frame, replay_record: Any) -> None:
             if code_runs:
@@ -153,9 +157,8 @@ class Attaching:
             numbers = take_numbers(frame)
             if code.frees_nothing:  # a result that holds itself is a reference cycle
                 numbers = tuple([n.detach() if isinstance(n, torch.Tensor) else n for n in numbers])
-            attached = attach(
-                code, take_tensors(frame), numbers, replay_record, fresh, turns, *take_inputs(frame)
-            )
+            tensors, leaves, inputs = take_tensors(frame), take_leaves(frame), take_inputs(frame)
+            attached = attach(code, tensors, numbers, replay_record, fresh, turns, leaves, *inputs)
             for place, value in zip(roots, attached, strict=True):
                 frame[place] = value
             for root in written:
@@ -203,8 +206,8 @@ def _add_barrier(primal: int, is_node: bool, frame: Frame, replay_record: Any) -
     frame.append(last_turn(frame[primal]) if is_node else frame[primal][...])
 
 
-def _add_last_turn(primal: int, leaves: Sequence[int], frame: Frame, replay_record: Any) -> None:
-    is_visible = order_is_visible([frame[leaf] for leaf in leaves])
+def _add_last_turn(primal: int, take_leaves: Picker, frame: Frame, replay_record: Any) -> None:
+    is_visible = hooks_may_see_order(take_leaves(frame))
     frame.append(last_turn(frame[primal]) if is_visible else frame[primal])
 
 
@@ -220,7 +223,7 @@ class Order:
         steps: the regions and leaf barriers to create, in eager's order.
         turns: by region, the indices among its destinations of the leaves that take turns, in order.
         last: by leaf with the last turn of a region, the leaves of that region that take turns. It has a
-            barrier too, if their order is visible.
+            barrier too, if hooks may see their order.
     """
 
     def __init__(self, joint: JointValues) -> None:

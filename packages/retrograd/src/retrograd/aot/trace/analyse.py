@@ -264,6 +264,8 @@ class Analysis:
         return next((source for source in sources if lies_within(output, entries[source])), sources[0])
 
     def _computed(self, output: torch.Tensor, sharing: Sequence[torch.Tensor]) -> OutputPlan:
+        if output._is_view() and _was_reshaped_unseen(output):
+            raise not_representable("it returns a view whose shape it changed in place, unseen by autograd")
         is_without_history = output._is_view() and output.requires_grad and output.grad_fn is None
         if len(sharing) == 1 and (is_wrapper(output) or not is_without_history):
             return ComputedOutput(self.add(TracedValue(output)))
@@ -341,6 +343,12 @@ def _is_new_leaf(tensor: torch.Tensor) -> bool:
     """Whether the function has made a view a leaf. A view made under `no_grad` may look like one, but has no
     gradient edge."""
     return tensor.requires_grad and tensor.grad_fn is None and edge_of(tensor)[0] is not None
+
+
+def _was_reshaped_unseen(view: torch.Tensor) -> bool:
+    """Whether the node of `view` is that of a tensor of another shape: eager makes the view another one."""
+    node: Any = view.grad_fn
+    return node is not None and tuple(node._input_metadata[view.output_nr].shape) != tuple(view.shape)
 
 
 def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
