@@ -26,8 +26,8 @@ def spawned(run: Callable[..., None], ranks: int, *arguments: Any) -> None:
 
 
 def _run_and_leave(rank: int, run: Callable[..., None], *arguments: Any) -> None:
-    """Run a rank, and leave at once. A thread of torch that wants Python while the interpreter shuts down may
-    abort a rank that has done its work, which happened once in some thirty runs on a busy machine."""
+    """Run a rank, and leave at once. Once in some thirty runs on a busy machine, a thread in C++ aborted a
+    rank, perhaps because the interpreter was shutting down under it. We have not seen the cause."""
     run(rank, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
