@@ -161,6 +161,11 @@ def test_an_error_leaves_the_gradients_that_eager_leaves(monkeypatch: Any) -> No
     assert there(aot.function(product, backend="eager", strict=True)) == there(product)
 
 
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def test_nothing_is_ordered_that_nobody_sees(monkeypatch: Any) -> None:
     monkeypatch.setattr(visible_order, "_hooks", visible_order._HooksSeen())
     taken: list[str] = []
@@ -180,9 +185,17 @@ def test_nothing_is_ordered_that_nobody_sees(monkeypatch: Any) -> None:
         leaf.grad = None
     compiled(leaves).sum().backward()
     assert taken == ["turns"], "a hook of a result sees no leaf"
+    for leaf in leaves:
+        leaf.grad = None
+    out = compiled(leaves).sum()
+    with Passing():
+        out.backward()
+    assert taken == ["turns", "turns"], "a dispatch mode sees what is accumulated"
     leaves[2].register_hook(lambda grad: None)
+    for leaf in leaves:
+        leaf.grad = None
     compiled(leaves).sum().backward()
-    assert taken == ["turns", "barrier", "turns"]
+    assert taken == ["turns", "turns", "barrier", "turns"]
 
 
 def test_leaves_take_turns_while_there_is_a_process_group(monkeypatch: Any) -> None:

@@ -44,9 +44,8 @@ class RegionNode(OrderedLeaves):
 
     Its context holds the saved tensors, ``replay_record`` (what we need to run the region in eager mode),
     ``carried`` (values for a later backward, see `aot.run.pruned`), ``results``, ``leaves`` (those that take
-    turns) and ``numbers``. The record
-    and the values are released with the saved tensors; ``numbers`` is not. It holds saved values that are
-    not tensors, or all saved values if eager's nodes free nothing.
+    turns) and ``numbers``. The record and the values are released with the saved tensors; ``numbers`` is not.
+    It holds saved values that are not tensors, or all saved values if eager's nodes free nothing.
     """
 
     @staticmethod
@@ -102,14 +101,13 @@ class Attaching:
             if step.is_leaf:
                 for key in _barriers_of(partition.joint, step.index):
                     self._barriers[key] = layout.end + len(self._barriers)
-                    leaf = partition.joint.primals[step.index]
                     if step.index in order.last:
-                        take_leaves = picker(order.last[step.index])
-                        self._steps.append(partial(_add_last_turn, step.index, take_leaves))
+                        add = partial(_add_last_turn, step.index, picker(order.last[step.index]))
                     else:
                         # a tensor class may not support aliases, but every parameter can be detached
-                        is_node = leaf.wrapping.cls is not None
-                        self._steps.append(partial(_add_barrier, step.index, is_node))
+                        is_node = partition.joint.primals[step.index].wrapping.cls is not None
+                        add = partial(_add_barrier, step.index, is_node)
+                    self._steps.append(add)
             else:
                 self._steps.append(self._region(partition, step.index, regions[step.index]))
 
